@@ -1,0 +1,113 @@
+"""The row kernels of the PPO head in plain torch: what is done to one chunk of logits, in each direction.
+
+A row-kernel module has these two functions and nothing else; `chunked.py` calls them and owns everything around them.
+Common to both:
+
+    logits  [M, V] as the GEMM wrote them, in the compute dtype. Forward must leave them alone (they may be cached).
+    labels  [M] int64; a negative label marks a row that is ignored: it gets zeros, in both directions.
+    to_scores  the `ScoreTransform` from logits to scores z, whose softmax is the policy.
+
+All statistics are in `to_scores.dtype`: float32, or float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npu_backend.head.chunked import ScoreTransform
+
+# exp of it is 0 even in float64, and 0 times it is 0: it stands for -inf where -inf would make 0 * inf = NaN.
+_NEVER = -1000.0
+
+
+def rows_forward(
+    logits: Tensor, labels: Tensor, to_scores: ScoreTransform, *, calculate_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-prob of each label, entropy (or None) and log-sum-exp of each row, all [M].
+
+    Everything is accumulated relative to the row's maximum m, so that nothing large is subtracted from anything large:
+    with S = sum e^(z-m), the log-prob is (z_y - m) - log S, which is never positive, and the entropy is
+    log S - sum e^(z-m) (z-m) / S, which is never negative.
+    """
+    scores, _ = _scores(logits, to_scores)
+    of_label = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    peak = scores.amax(dim=1)
+    shifted = scores.sub_(peak[:, None])
+    entropy = None
+    if calculate_entropy:
+        weights = shifted.exp()
+        total = weights.sum(dim=1)
+        log_sum = total.log()
+        entropy = log_sum - weights.mul_(shifted.clamp_(min=_NEVER)).sum(dim=1).div_(total)
+    else:
+        log_sum = shifted.exp_().sum(dim=1).log()
+    log_probs = (of_label - peak) - log_sum
+    ignored = labels < 0
+    if entropy is not None:
+        entropy = entropy.masked_fill(ignored, 0.0)
+    return log_probs.masked_fill(ignored, 0.0), entropy, peak + log_sum
+
+
+def rows_backward(
+    logits: Tensor,
+    labels: Tensor,
+    to_scores: ScoreTransform,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    log_sum_exp: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient of the logits, [M, V] in their dtype, rounded to it once.
+
+    `log_probs`, `entropy` and `log_sum_exp` are what `rows_forward` returned. The upstream gradients are [M],
+    contiguous, in `to_scores.dtype`, zero where the label is negative; at least one of them is given.
+
+    d log-prob_y / d z_j = [j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy). At the label 1 - p is taken
+    as -expm1(log-prob): the difference of two numbers near 1 would lose what matters for a confident policy.
+    """
+    scores, saturation = _scores(logits, to_scores)
+    log_p = scores.sub_(log_sum_exp[:, None])
+    p = log_p.exp()
+    grad = None
+    if grad_entropy is not None:
+        assert entropy is not None  # its gradient exists only if it does
+        grad = log_p.clamp_(min=_NEVER).add_(entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
+    if grad_log_probs is not None:
+        p_minus_label = p.scatter_(1, labels.clamp(min=0)[:, None], log_probs.expm1()[:, None])
+        of_log_probs = p_minus_label.mul_(-grad_log_probs[:, None])
+        grad = of_log_probs if grad is None else grad.add_(of_log_probs)
+    assert grad is not None
+    return _scores_backward(grad, saturation, to_scores).to(logits.dtype)
+
+
+def _scores(logits: Tensor, to_scores: ScoreTransform) -> tuple[Tensor, Tensor | None]:
+    """A fresh buffer of scores, and tanh's output if there is a softcap (its derivative needs it)."""
+    z = logits.to(to_scores.dtype, copy=True)
+    saturation = None
+    if to_scores.bias is not None:
+        z.add_(to_scores.bias)
+    if to_scores.logit_scale != 1.0:
+        z.mul_(to_scores.logit_scale)
+    if to_scores.softcap is not None:
+        saturation = z.div_(to_scores.softcap).tanh_()
+        z = saturation * to_scores.softcap
+    if to_scores.temperature is not None:
+        z.div_(_column(to_scores.temperature))
+    return z, saturation
+
+
+def _scores_backward(grad: Tensor, saturation: Tensor | None, to_scores: ScoreTransform) -> Tensor:
+    """The same chain backwards, in place."""
+    if to_scores.temperature is not None:
+        grad.div_(_column(to_scores.temperature))
+    if saturation is not None:
+        grad.mul_(saturation.square_().neg_().add_(1.0))
+    if to_scores.logit_scale != 1.0:
+        grad.mul_(to_scores.logit_scale)
+    return grad
+
+
+def _column(temperature: float | Tensor) -> float | Tensor:
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature

@@ -1,0 +1,275 @@
+"""The patch engine: plan, check, apply, report, revert. Standard library only; it knows no model and no device.
+
+A patch set is a table of frozen `Patch` records whose targets and replacements are strings, so reading a table imports
+nothing. `Engine.plan` resolves them on the untouched state and makes every check; `Engine.apply` then only assigns.
+Whatever was changed stands in the ledger, newest last, and is undone from the end with the very objects put back.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from npu_backend.errors import PatchConflictError
+from npu_backend.patches.observe import differences, snapshot, unreached
+from npu_backend.patches.targets import InstanceSlot, Slot, check_owner, check_signature, load, owner_of, resolve
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replacement. `target` is "module:attr" or "module:Class.attr"; `replacement` names a factory
+    "module:factory", called as `factory(original, context)` and returning what takes the original's place (empty in a
+    set with an installer). `requires` names a predicate "module:predicate", called the same way and returning the
+    reason why this original must be left alone, or None. `aliases` are the attribute's names in other releases.
+    """
+
+    target: str
+    replacement: str
+    op: str
+    family: str
+    why: str
+    upstream: str
+    remove_when: str
+    requires: str = ""
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """Patches that belong together. `install` is for code we do not own: it names a callable "module:function" of the
+    plan that does the replacing itself and returns further rows to report, while the engine records what it changes in
+    the targets' modules and in `touches`.
+    """
+
+    name: str
+    patches: tuple[Patch, ...]
+    install: str = ""
+    touches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a report; `state` is planned, applied, skipped, unavailable, disabled, failed, stale or reverted."""
+
+    target: str
+    op: str
+    model_type: str
+    owner: str
+    state: str
+    reason: str = ""
+    why: str = ""
+
+
+@dataclass
+class Change:
+    """One assignment: what a slot held before and what was put there."""
+
+    slot: Slot
+    before: Any
+    after: Any
+    row: Row
+
+
+@dataclass
+class Plan:
+    """What `apply` would do. `changes` is empty when nothing is left to do; `rows` says what happens to each patch."""
+
+    patch_set: PatchSet
+    families: tuple[str, ...]
+    asked_by: str
+    context: Any
+    rows: list[Row] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+
+@dataclass
+class Transaction:
+    """One applied plan."""
+
+    patch_set: str
+    asked_by: str
+    changes: list[Change]
+    rows: list[Row]
+
+
+class Engine:
+    """The process-wide ledger of what was replaced. One instance serves a process, `ENGINE`; tests make their own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.ledger: list[Transaction] = []
+
+    # -- plan -----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        patch_set: PatchSet,
+        families: Sequence[str],
+        *,
+        context: Any = None,
+        disabled: Callable[[Patch], str | None] = lambda patch: None,
+        asked_by: str = "",
+    ) -> Plan:
+        """Resolve and check the set's patches for these families; nothing is changed.
+
+        Raises:
+            PatchConflictError: another set is in force, or somebody else already replaced a target.
+            PatchTargetError: a target does not exist, or its replacement has another signature.
+        """
+        with self.lock:
+            active = next((t for t in self.ledger if t.patch_set), None)
+            if active is not None and active.patch_set != patch_set.name:
+                raise PatchConflictError(
+                    f"patch set {patch_set.name!r} ({asked_by}) cannot be applied: {active.patch_set!r} "
+                    f"({active.asked_by}) is in force in this process, and both replace the same operators. Give every "
+                    "engine of the process the same use_liger, or call npu_backend.revert_patches() first"
+                )
+            plan = Plan(patch_set, tuple(families), asked_by, context)
+            for patch in patch_set.patches:
+                if patch.family in families:
+                    self._plan_one(plan, patch, disabled(patch))
+            return plan
+
+    def _plan_one(self, plan: Plan, patch: Patch, disabled: str | None) -> None:
+        def row(state: str, reason: str = "") -> Row:
+            return Row(patch.target, patch.op, patch.family, plan.patch_set.name, state, reason, patch.why)
+
+        if disabled:
+            plan.rows.append(row("disabled", disabled))
+            return
+        try:
+            slot, original = resolve(patch.target, patch.aliases)
+        except ImportError as error:
+            plan.rows.append(row("unavailable", f"{type(error).__name__}: {error}"))
+            return
+        mine = self._entry(slot)
+        if mine is not None and mine.slot.holds(mine.after):
+            if mine.row.owner != plan.patch_set.name:
+                raise PatchConflictError(
+                    f"{patch.target}: both {mine.row.owner!r} and {plan.patch_set.name!r} want to replace it; "
+                    "narrow one of the two sets"
+                )
+            plan.rows.append(row("applied", "already applied"))
+            return
+        check_owner(patch.target, slot, original)
+        reason = load(patch.requires)(original, plan.context) if patch.requires else None
+        if reason:
+            plan.rows.append(row("skipped", reason))
+            return
+        plan.rows.append(row("planned"))
+        if not plan.patch_set.install:
+            replacement = load(patch.replacement)(original, plan.context)
+            check_signature(patch.target, original, replacement)
+            plan.changes.append(Change(slot, slot.get(), replacement, plan.rows[-1]))
+
+    def _entry(self, slot: Slot) -> Change | None:
+        changes = (c for t in reversed(self.ledger) for c in reversed(t.changes))
+        return next((c for c in changes if c.slot.same_place(slot)), None)
+
+    # -- apply and revert -----------------------------------------------------------------------------------------
+
+    def apply(self, plan: Plan) -> list[Row]:
+        """Make the plan's changes, all of them or none, and return the rows as they then are."""
+        with self.lock:
+            for change in plan.changes:
+                if not change.slot.holds(change.before):
+                    raise PatchConflictError(
+                        f"{change.row.target} was replaced by {owner_of(change.slot.get())!r} after it was planned; "
+                        "plan again"
+                    )
+            if plan.patch_set.install and any(row.state == "planned" for row in plan.rows):
+                changes, rows = self._install(plan)
+            else:
+                changes, rows = plan.changes, plan.rows
+                put_all(changes)
+                rows = [replace(row, state="applied") if row.state == "planned" else row for row in rows]
+            for change in changes:
+                change.row = replace(change.row, state="applied")
+            rows += unreached(changes)
+            if changes or not any(row.state == "applied" for row in rows):  # not when it was all applied before
+                self.ledger.append(Transaction(plan.patch_set.name, plan.asked_by, changes, rows))
+            return rows
+
+    def _install(self, plan: Plan) -> tuple[list[Change], list[Row]]:
+        """Run somebody else's patcher and record what it changes; if it fails, put everything back."""
+        planned = {row.target: row for row in plan.rows if row.state == "planned"}
+        before = snapshot({*plan.patch_set.touches, *(target.partition(":")[0] for target in planned)})
+        try:
+            extra = load(plan.patch_set.install)(plan)
+        except BaseException:
+            for slot, old, _ in differences(before):
+                slot.put(old)
+            raise
+        changes = []
+        for slot, old, new in differences(before):
+            row = planned.get(str(slot)) or Row(str(slot), "", "", plan.patch_set.name, "applied", "changed as well")
+            changes.append(Change(slot, old, new, row))
+        changed = {change.row.target for change in changes}
+        rows = [replace(r, state="applied") if r.target in changed else r for r in plan.rows]
+        left = f"{plan.patch_set.name} leaves it as it is"
+        rows = [replace(r, state="skipped", reason=left) if r.state == "planned" else r for r in rows]
+        rows += [change.row for change in changes if change.row.target not in planned]
+        return changes, [*rows, *extra]
+
+    def put(self, slot: Slot, value: Any, row: Row) -> Row:
+        """Enter one replacement of a live object's attribute into the ledger, outside every patch set."""
+        with self.lock:
+            change = Change(slot, slot.get(), value, replace(row, state="applied"))
+            slot.put(value)
+            if isinstance(slot, InstanceSlot):  # a bound method would keep its instance alive
+                change.after = weakref.WeakMethod(value) if isinstance(value, types.MethodType) else value
+            self.ledger.append(Transaction("", "", [change], [change.row]))
+            return change.row
+
+    def revert(self) -> list[Row]:
+        """Undo the whole ledger, newest first; every slot gets the very object that it held before.
+
+        Raises:
+            PatchConflictError: somebody replaced one of our replacements; nothing is undone.
+        """
+        with self.lock:
+            changes = [c for t in reversed(self.ledger) for c in reversed(t.changes)]
+            for change in changes:
+                if not change.slot.holds(change.after):
+                    raise PatchConflictError(
+                        f"{change.row.target} now holds an object of {owner_of(change.slot.get())!r}, put there after "
+                        f"{change.row.owner!r}; undo that first, then revert"
+                    )
+            for change in changes:
+                change.slot.put(change.before)
+            rows = [replace(change.row, state="reverted", reason="") for change in reversed(changes)]
+            self.ledger.clear()
+            return rows
+
+    def status(self) -> list[Row]:
+        """The rows of everything in the ledger as it is now; what was overwritten since is `stale`."""
+        with self.lock:
+            rows = []
+            for transaction in self.ledger:
+                broken = {c.row.target: owner_of(c.slot.get()) for c in transaction.changes if not c.slot.holds(c.after)}
+                for row in transaction.rows:
+                    if row.state == "applied" and row.target in broken:
+                        row = replace(row, state="stale", reason=f"overwritten by {broken[row.target]}")
+                    rows.append(row)
+            return rows
+
+
+ENGINE = Engine()
+
+
+
+def put_all(changes: Iterable[Change]) -> None:
+    """Make every change; when one fails, take back those before it."""
+    done: list[Change] = []
+    try:
+        for change in changes:
+            change.slot.put(change.after)
+            done.append(change)
+    except BaseException:
+        for change in reversed(done):
+            change.slot.put(change.before)
+        raise
