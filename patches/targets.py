@@ -120,8 +120,8 @@ def resolve(target: str, aliases: Sequence[str] = ()) -> tuple[Slot, Any]:
             if value is MISSING:  # inherited: the class itself holds nothing yet, and revert takes ours away again
                 value = inspect.getattr_static(slot.owner, slot.name)
             return slot, value
-    known = list(vars(module))
-    known += [f"{n}.{a}" for n, v in vars(module).items() if isinstance(v, type) and n in path for a in vars(v)]
+    known = [name for name in vars(module) if "." not in path]
+    known += [f"{n}.{a}" for n, v in vars(module).items() if isinstance(v, type) and "." in path for a in dir(v)]
     close = difflib.get_close_matches(path, known, n=1)
     hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
     raise PatchTargetError(f"{target} does not exist in this release of {module_name.partition('.')[0]}{hint}")

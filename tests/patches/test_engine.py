@@ -1,0 +1,335 @@
+"""The patch engine: plan changes nothing, apply is all or nothing, revert restores the very objects."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import pytest
+
+from npu_backend.errors import PatchConflictError, PatchTargetError
+from npu_backend.patches.engine import Engine, Patch, PatchSet, Row
+from npu_backend.patches.targets import InstanceSlot, Slot, owner_of
+
+
+def patch(target: str = "lib.modeling:Norm.forward", replacement: str = "ours:forward", **more: object) -> Patch:
+    fields = {"op": "rms_norm", "family": "lib", "why": "w", "upstream": "u", "remove_when": "r", **more}
+    return Patch(target, replacement, **fields)  # type: ignore[arg-type]
+
+
+FORWARD = patch()
+ROPE = patch("lib.modeling:rope", "ours:rope", op="rotary")
+
+
+def plan(engine: Engine, *patches: Patch, name: str = "ours", **more: object):
+    return engine.plan(PatchSet(name, patches), ["lib"], **more)  # type: ignore[arg-type]
+
+
+def states(rows: list[Row]) -> list[str]:
+    return [row.state for row in rows]
+
+
+def test_plan_changes_nothing(library):
+    before = dict(vars(library)), dict(vars(library.Norm))
+    assert states(plan(Engine(), FORWARD, ROPE).rows) == ["planned", "planned"]
+    assert (dict(vars(library)), dict(vars(library.Norm))) == before
+
+
+@pytest.mark.case("A15")
+def test_revert_restores_the_very_objects_and_old_instances(library):
+    engine, old = Engine(), library.Norm()
+    originals = library.Norm, vars(library.Norm)["forward"], library.rope
+    assert states(engine.apply(plan(engine, FORWARD, ROPE))) == ["applied", "applied"]
+    assert library.Norm().forward(1) == 2
+    assert old.forward(1) == 2
+    assert library.rope(1, 2, 3, 4)[-1] == "patched"
+    assert states(engine.revert()) == ["reverted", "reverted"]
+    assert (library.Norm, vars(library.Norm)["forward"], library.rope) == originals
+    assert isinstance(old, library.Norm)
+    assert old.forward(1) == 1
+    assert engine.status() == []
+
+
+def test_an_inherited_method_is_set_on_the_class_and_taken_away_again(library):
+    engine = Engine()
+    engine.apply(plan(engine, patch("lib.modeling:Child.forward")))
+    assert library.Child().forward(1) == 2
+    assert library.Norm().forward(1) == 1
+    engine.revert()
+    assert "forward" not in vars(library.Child)
+
+
+def test_a_registry_entry_is_a_target(library):
+    engine, original = Engine(), library.REGISTRY["grouped"]
+    engine.apply(plan(engine, patch("lib.modeling:REGISTRY[grouped]", "ours:rope")))
+    assert library.REGISTRY["grouped"](1, 2, 3, 4)[-1] == "patched"
+    engine.revert()
+    assert library.REGISTRY["grouped"] is original
+    with pytest.raises(PatchTargetError, match="REGISTRY"):
+        plan(engine, patch("lib.modeling:REGISTRY[absent]", "ours:rope"))
+
+
+@pytest.mark.case("A27")
+def test_the_same_set_again_is_a_no_op(library):
+    engine = Engine()
+    engine.apply(plan(engine, FORWARD))
+    replacement = vars(library.Norm)["forward"]
+    again = plan(engine, FORWARD)
+    assert [(r.state, r.reason) for r in again.rows] == [("applied", "already applied")]
+    engine.apply(again)
+    assert vars(library.Norm)["forward"] is replacement
+    assert len(engine.ledger) == 1
+
+
+def test_a_second_family_joins_the_set(library, make_module):
+    make_module("lib.other", "class Norm:\n    def forward(self, x):\n        return x\n")
+    engine = Engine()
+    both = PatchSet("ours", (FORWARD, patch("lib.other:Norm.forward", family="other")))
+    engine.apply(engine.plan(both, ["lib"]))
+    rows = engine.apply(engine.plan(both, ["lib", "other"]))
+    assert [(r.model_type, r.state) for r in rows] == [("lib", "applied"), ("other", "applied")]
+    assert states(engine.revert()) == ["reverted", "reverted"]
+
+
+@pytest.mark.case("A10")
+@pytest.mark.parametrize(
+    ("target", "close"),
+    [
+        ("lib.modeling:rop", "lib.modeling:rope"),
+        ("lib.modeling:Norm.forwrad", "lib.modeling:Norm.forward"),
+        ("lib.modeling:Nrom.forward", "Norm"),
+    ],
+)
+def test_a_missing_target_is_an_error_with_the_closest_name(library, target, close):
+    before = dict(vars(library)), dict(vars(library.Norm))
+    with pytest.raises(PatchTargetError, match=close):
+        plan(Engine(), FORWARD, patch(target))
+    assert (dict(vars(library)), dict(vars(library.Norm))) == before
+
+
+def test_an_alias_finds_the_name_of_another_release(library):
+    engine = Engine()
+    rows = engine.apply(plan(engine, patch("lib.modeling:OldNorm.forward", aliases=("Norm.forward",))))
+    assert states(rows) == ["applied"]
+    assert library.Norm().forward(1) == 2
+
+
+@pytest.mark.case("A01", "A39")
+@pytest.mark.parametrize("absent", ["lib.never", "lib.hidden"])
+def test_a_module_that_this_release_lacks_is_unavailable_and_harms_nothing(library, monkeypatch, absent):
+    monkeypatch.setitem(sys.modules, "lib.hidden", None)
+    engine = Engine()
+    rows = engine.apply(plan(engine, patch(f"{absent}:Norm.forward"), FORWARD))
+    assert states(rows) == ["unavailable", "applied"]
+    assert absent in rows[0].reason or "No module" in rows[0].reason
+
+
+@pytest.mark.case("A06")
+def test_a_replacement_with_another_signature_is_refused(library):
+    with pytest.raises(PatchTargetError, match="position_ids"):
+        plan(Engine(), patch("lib.modeling:rope", "ours:old_rope"))
+
+
+@pytest.mark.case("A11")
+def test_two_owners_of_one_target_are_both_named(library):
+    engine = Engine()
+    engine.put(Slot(library.Norm, "forward"), lambda self, x: x, Row("lib.modeling:Norm.forward", "", "", "first", ""))
+    with pytest.raises(PatchConflictError, match="lib.modeling:Norm.forward.*'first'.*'second'"):
+        plan(engine, FORWARD, name="second")
+
+
+def test_another_set_is_refused_with_both_configurations_and_the_way_out(library):
+    engine = Engine()
+    engine.apply(plan(engine, FORWARD, asked_by="use_liger=False"))
+    with pytest.raises(PatchConflictError, match=r"use_liger=True.*use_liger=False.*revert_patches"):
+        plan(engine, ROPE, name="theirs", asked_by="use_liger=True")
+    engine.revert()
+    assert states(plan(engine, ROPE, name="theirs").rows) == ["planned"]
+
+
+FOREIGN = """
+import functools
+def swap(library):
+    @functools.wraps(library.Norm.forward)      # hides __module__, not the globals
+    def forward(self, x):
+        return -1
+    library.Norm.forward = forward
+def swap_class(library):
+    class Norm:
+        def forward(self, x):
+            return -1
+    library.Norm = Norm
+"""
+
+
+@pytest.mark.parametrize("how", ["swap", "swap_class"])
+def test_a_foreign_patch_is_a_conflict_that_names_its_owner(library, make_module, how):
+    getattr(make_module("someone.patches", FOREIGN), how)(library)
+    with pytest.raises(PatchConflictError, match=r"someone\.patches"):
+        plan(Engine(), FORWARD)
+
+
+@pytest.mark.case("A16")
+def test_a_patch_on_top_of_ours_blocks_revert_until_it_is_undone(library, make_module):
+    engine, original = Engine(), vars(library.Norm)["forward"]
+    engine.apply(plan(engine, FORWARD, ROPE))
+    ours = vars(library.Norm)["forward"]
+    make_module("someone.patches", FOREIGN).swap(library)
+    assert states(engine.status()) == ["stale", "applied"]
+    assert "someone.patches" in engine.status()[0].reason
+    with pytest.raises(PatchConflictError, match=r"someone\.patches.*undo that first"):
+        engine.revert()
+    assert library.rope(1, 2, 3, 4)[-1] == "patched"  # nothing was reverted
+    with pytest.raises(PatchConflictError, match=r"someone\.patches"):
+        plan(engine, FORWARD)
+    library.Norm.forward = ours
+    engine.revert()
+    assert vars(library.Norm)["forward"] is original
+
+
+def test_a_target_replaced_between_plan_and_apply_stops_everything(library, make_module):
+    engine = Engine()
+    ready = plan(engine, ROPE, FORWARD)
+    make_module("someone.patches", FOREIGN).swap(library)
+    with pytest.raises(PatchConflictError, match=r"someone\.patches"):
+        engine.apply(ready)
+    assert len(library.rope(1, 2, 3, 4)) == 2
+
+
+def test_a_failing_assignment_takes_back_those_before_it(library, monkeypatch):
+    engine, original = Engine(), library.rope
+    ready = plan(engine, ROPE, FORWARD)
+
+    def fail(value: object) -> None:
+        raise AttributeError("read-only")
+
+    monkeypatch.setattr(ready.changes[1].slot, "put", fail)
+    with pytest.raises(AttributeError, match="read-only"):
+        engine.apply(ready)
+    assert library.rope is original
+    assert engine.ledger == []
+
+
+def test_a_factory_that_fails_fails_in_the_plan(library):
+    with pytest.raises(RuntimeError, match="broken"):
+        plan(Engine(), FORWARD, patch(replacement="ours:broken", target="lib.modeling:rope"))
+
+
+@pytest.mark.case("A35")
+def test_disabled_and_skipped_rows_carry_their_reason(library):
+    rows = plan(
+        Engine(), patch(requires="ours:reason"), ROPE, disabled=lambda p: "by the user" if p.op == "rotary" else None
+    ).rows
+    assert [(r.state, r.reason) for r in rows] == [("skipped", "not for this original"), ("disabled", "by the user")]
+
+
+def test_names_bound_before_the_patch_are_reported_without_waking_lazy_modules(library, make_module):
+    user = make_module("user.code", "from lib.modeling import rope")
+
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"woke {name}")
+
+    sys.modules["user.lazy"] = Lazy("user.lazy")
+    try:
+        engine = Engine()
+        rows = engine.apply(plan(engine, ROPE))
+    finally:
+        del sys.modules["user.lazy"]
+    assert [(r.state, r.target) for r in rows] == [("applied", "lib.modeling:rope"), ("stale", "user.code:rope")]
+    assert user.rope(1, 2, 3, 4) == (1, 2)
+
+
+def test_objects_that_hide_the_patch_are_reported(library):
+    shadowed = library.Norm()
+    shadowed.forward = lambda x: x
+    engine = Engine()
+    rows = engine.apply(plan(engine, FORWARD))
+    assert states(rows) == ["applied", "stale"]
+    assert "1 live Norm object" in rows[1].reason
+
+
+INSTALLER = """
+import sys
+def install(plan):
+    class LibNorm:
+        def forward(self, x):
+            return 7
+    modeling = sys.modules["lib.modeling"]
+    modeling.Norm = LibNorm
+    modeling.Child.extra = 1
+    return []
+def fail(plan):
+    install(plan)
+    raise RuntimeError("half way")
+"""
+
+
+def test_somebody_elses_patcher_is_recorded_and_reverted(library, make_module):
+    make_module("theirs", INSTALLER)
+    originals, engine = dict(vars(library)), Engine()
+    norm, rope = patch("lib.modeling:Norm", ""), patch("lib.modeling:rope", "", op="rotary")
+    rows = engine.apply(engine.plan(PatchSet("theirs", (norm, rope), install="theirs:install"), ["lib"]))
+    assert [(r.target, r.state) for r in rows] == [
+        ("lib.modeling:Norm", "applied"),
+        ("lib.modeling:rope", "skipped"),
+        ("lib.modeling:Child.extra", "applied"),
+    ]
+    assert library.Norm().forward(1) == 7
+    engine.revert()
+    assert dict(vars(library)) == originals
+
+
+def test_a_patcher_that_fails_half_way_leaves_nothing(library, make_module):
+    make_module("theirs", INSTALLER)
+    originals, engine = dict(vars(library)), Engine()
+    with pytest.raises(RuntimeError, match="half way"):
+        engine.apply(engine.plan(PatchSet("theirs", (patch("lib.modeling:Norm", ""),), install="theirs:fail"), ["lib"]))
+    assert dict(vars(library)) == originals
+    assert engine.ledger == []
+
+
+def test_an_instance_patch_reverts_and_does_not_keep_its_object(library):
+    import gc
+    import weakref
+
+    engine, model = Engine(), library.Norm()
+    bound = types.MethodType(lambda self, x: "fused", model)
+    engine.put(InstanceSlot(model, "forward"), bound, Row("Norm.forward", "ppo_head", "lib", "ppo_head", ""))
+    assert model.forward(1) == "fused"
+    assert states(engine.status()) == ["applied"]
+    engine.revert()
+    assert "forward" not in vars(model)
+    engine.put(InstanceSlot(model, "forward"), bound, Row("Norm.forward", "ppo_head", "lib", "ppo_head", ""))
+    alive = weakref.ref(model)
+    del model, bound
+    gc.collect()
+    assert alive() is None
+    engine.revert()
+
+
+def test_owner_is_the_module_of_the_globals(library):
+    assert owner_of(library.rope) == "lib.modeling"
+    assert owner_of(test_owner_is_the_module_of_the_globals).endswith("test_engine")
+    assert owner_of(Engine) == "npu_backend.patches.engine"
+
+
+def test_threads_apply_once(library):
+    engine, errors = Engine(), []
+
+    def work() -> None:
+        try:
+            with engine.lock:
+                engine.apply(plan(engine, FORWARD, ROPE))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(engine.ledger) == 1
+    assert library.Norm().forward(1) == 2
