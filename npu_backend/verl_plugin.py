@@ -1,0 +1,137 @@
+"""verl's plugin: puts the patch manager and the PPO head into verl's FSDP engine, without a change to verl.
+
+verl >= 0.9.0 loads this module at the end of `import verl` (entry point group `verl.plugins`); older releases do with
+VERL_USE_EXTERNAL_MODULES=npu_backend.verl_plugin. Loading it only registers what shall happen once verl itself imports
+the modules concerned: importing them here would cost seconds in every process and settle verl's platform too early.
+
+verl logs a plugin's failure at DEBUG only, so this module never raises at import and speaks for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from npu_backend import config, log
+from npu_backend.errors import NPUBackendError
+from npu_backend.post_import import when_imported
+
+_hooked: list[str] = []
+_missing: list[str] = []
+_announced = False
+
+
+def _replace(module: ModuleType, name: str, build: Callable[[Any], Any]) -> None:
+    """Rebind `module.name` to `build(original)`, or note that this verl has no such thing."""
+    where = f"{module.__name__}.{name}"
+    original = vars(module).get(name)
+    if original is None:
+        _missing.append(where)
+        log.warn_rank0(f"npu-backend: this verl has no {where}; it stays as it is")
+        return
+    setattr(module, name, build(original))
+    _hooked.append(where)
+    log.logger.debug("npu-backend: hooked %s", where)
+
+
+def _engine_setup(original: Callable[..., None]) -> Callable[..., None]:
+    """`apply_npu_fsdp_patches`, called when an FSDP engine is built; a bad configuration stops the run here."""
+
+    @functools.wraps(original)
+    def apply_npu_fsdp_patches(model_config: Any = None) -> None:
+        from npu_backend import manager
+
+        _announce()
+        manager.apply_npu_fsdp_patches(model_config)
+
+    return apply_npu_fsdp_patches
+
+
+def _fused_linear(original: type) -> type:
+    """`FusedLinearForPPO`, which verl's own model adapters construct on every forward."""
+    from npu_backend.head.modules import FusedLinearForPPO
+
+    return FusedLinearForPPO
+
+
+def _forward_with_backends(original: Callable[..., None]) -> Callable[..., None]:
+    """`patch_forward_with_backends`: one adapter for every model. Where ours leaves a model alone, verl's own decides."""
+
+    @functools.wraps(original)
+    def patch_forward_with_backends(
+        model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
+    ) -> None:
+        from npu_backend.head import adapter
+
+        report = adapter.patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
+        if use_fused_kernels and not report.applied:
+            original(model, use_fused_kernels=use_fused_kernels, fused_kernels_backend=fused_kernels_backend)
+
+    return patch_forward_with_backends
+
+
+def _linear_cross_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's Triton head. A tensor-parallel group still goes to verl's, which has it on CUDA."""
+
+    @functools.wraps(original)
+    def linear_cross_entropy(
+        hidden: Any,
+        weight: Any,
+        labels: Any,
+        temperature: Any = 1.0,
+        reduction: str = "none",
+        dist_process_group: Any = None,
+    ) -> Any:
+        if dist_process_group is not None and dist_process_group.size() > 1:
+            return original(hidden, weight, labels, temperature, reduction, dist_process_group)
+        from npu_backend.head import linear_log_prob
+
+        return linear_log_prob.linear_cross_entropy(hidden, weight, labels, temperature, reduction, dist_process_group)
+
+    return linear_cross_entropy
+
+
+_HOOKS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "verl.workers.engine.fsdp.utils": {"apply_npu_fsdp_patches": _engine_setup},
+    "verl.utils.experimental.torch_functional": {"FusedLinearForPPO": _fused_linear},
+    "verl.models.transformers.monkey_patch": {"patch_forward_with_backends": _forward_with_backends},
+    "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _linear_cross_entropy},
+}
+
+
+def _announce() -> None:
+    """One line on rank 0, when the first engine is built: by then it is known what could be hooked."""
+    global _announced
+    if not _announced:
+        _announced = True
+        waiting = [f"{m}.{n}" for m, names in _HOOKS.items() for n in names if f"{m}.{n}" not in (*_hooked, *_missing)]
+        log.info_rank0(
+            f"npu-backend in verl: hooked {', '.join(_hooked) or 'nothing'}; on import: {', '.join(waiting) or 'nothing'}"
+            + (f"; absent from this verl: {', '.join(_missing)}" if _missing else "")
+        )
+
+
+def _on_import(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None:
+    for name, build in names.items():
+        try:
+            _replace(module, name, build)
+        except Exception as error:  # verl's own import must go on
+            log.logger.warning("npu-backend: %s.%s could not be hooked: %s", module.__name__, name, error)
+
+
+def _load() -> None:
+    try:
+        disabled = config.read_environment().disable
+    except NPUBackendError as error:  # said now, raised by the first call that needs the configuration
+        log.logger.warning("npu-backend: %s", error)
+        disabled = False
+    if disabled:
+        log.warn_once("verl_plugin.disabled", "npu-backend: NPU_BACKEND_DISABLE=1, verl stays as it is")
+        return
+    for name, names in _HOOKS.items():
+        when_imported(name, functools.partial(_on_import, names=names))
+
+
+_load()
