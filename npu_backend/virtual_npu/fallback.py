@@ -1,0 +1,272 @@
+"""Every operator that torch_npu registers for its device, run by the CPU on the device's own memory.
+
+One boxed function serves all aten operators: operands become CPU tensors on the same memory (memory.py), the CPU's kernel runs,
+new results move to the device, and operands that the schema marks as written are returned themselves. Views and allocation
+stay torch_npu's. `special.py` holds the operators that need their own function; `npu::` operators come from the registry.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from npu_backend.virtual_npu import random, registry
+from npu_backend.virtual_npu.memory import alias, fill, to_device
+
+Kernel = Callable[..., Any]
+
+# Allocation, storage and metadata: torch_npu's own code works on the software runtime as it is.
+_KEPT_ATEN = frozenset(
+    "_pin_memory _reshape_alias _resize_output_ as_strided as_strided_ contiguous empty empty_like empty_strided is_pinned "
+    "is_set_to record_stream resize_ resize_as_ set_ squeeze unfold unsqueeze view view_as_complex view_as_real".split()
+)
+_KEPT_NPU = frozenset(
+    "copy_memory_ empty_with_format get_npu_format get_storage_size npu_change_data_ptr npu_format_cast npu_format_cast_ "
+    "_npu_format_cast unsafe_empty_with_format".split()
+)
+_libraries: list[torch.library.Library] = []
+_installed = False
+
+
+def install() -> None:
+    """Override torch_npu's kernels. Called once, right after torch_npu is imported."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from npu_backend.virtual_npu import references, special
+
+    references.load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about every kernel that is overridden
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
+            namespace, _, operator = name.partition("::")
+            base = operator.partition(".")[0]
+            if name in registry.REFERENCES or name in special.KERNELS:
+                continue
+            if namespace == "npu" and base not in _KEPT_NPU:
+                implement(name, _without_reference(name))
+            elif namespace == "aten" and base not in _KEPT_ATEN:
+                _implement_aten(name)
+        for name, kernel in special.KERNELS.items():
+            implement(name, _counted(name, kernel))
+        registry.on_register(_implement_reference)
+
+
+def implement(name: str, kernel: Kernel, key: str = "PrivateUse1") -> None:
+    """Put a kernel into torch's dispatcher in place of torch_npu's; one that this torch does not know is left out."""
+    namespace, _, operator = name.partition("::")
+    if _overload(name) is None:
+        return
+    library = torch.library.Library(namespace, "IMPL", key)
+    library.impl(operator, kernel, allow_override=True)
+    _libraries.append(library)  # the kernel lives as long as the library does
+
+
+def _overload(name: str) -> torch._ops.OpOverload | None:
+    namespace, _, operator = name.partition("::")
+    base, _, overload = operator.partition(".")
+    try:
+        found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    except AttributeError:
+        return None  # torch_npu also registers names in aten that have no schema: nobody can call them
+    return found
+
+
+def _implement_aten(name: str) -> None:
+    op = _overload(name)
+    if op is None:
+        return
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    if composite and _registered_by_hand(name):
+        # torch_npu replaces the composition by C++ that goes straight to device kernels, past this fallback.
+        implement(name, op.decompose, "AutogradPrivateUse1")
+    implement(name, boxed(op))
+
+
+def _registered_by_hand(name: str) -> bool:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutogradPrivateUse1"):
+        return False
+    dump = torch._C._dispatch_dump(name)
+    return any(line.startswith("AutogradPrivateUse1:") and "RegisterAutogradNPU" in line for line in dump.splitlines())
+
+
+# ---- the boxed function ----
+
+
+def boxed(op: torch._ops.OpOverload) -> Kernel:
+    """The kernel for one operator: the CPU's, on the memory of the device tensors."""
+    schema = op._schema
+    names = [argument.name for argument in schema.arguments]
+    resizable = [i for i, argument in enumerate(schema.arguments) if argument.is_out]
+    written = [_written_argument(schema, result) for result in schema.returns]
+    seeded = torch.Tag.nondeterministic_seeded in op.tags
+    label = _label(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        registry.count(label)
+        device = _device_of(args) or _device_of(kwargs.values()) or torch.device("npu", torch.npu.current_device())
+        cpu_args = [to_cpu(value) for value in args]
+        cpu_kwargs = {name: to_cpu(value) for name, value in kwargs.items()}
+        outs = []
+        for index in resizable:
+            place: Any = (cpu_args, index) if index < len(args) else (cpu_kwargs, names[index])
+            own = place[0][place[1]] = place[0][place[1]].clone()
+            outs.append((args[index] if index < len(args) else kwargs[names[index]], own))
+        with torch._C._AutoDispatchBelowAutograd():
+            if not seeded:
+                result = op(*cpu_args, **cpu_kwargs)
+            elif "generator" in names:
+                cpu_kwargs["generator"] = random.cpu_generator(device, kwargs.get("generator"))
+                result = op(*cpu_args, **cpu_kwargs)
+            else:
+                with random.default_generator(device):
+                    result = op(*cpu_args, **cpu_kwargs)
+            for out, own in outs:
+                if out.shape != own.shape:
+                    out.resize_(own.shape)
+                fill(out, own)
+            return _results(result, written, names, args, kwargs, device)
+
+    return kernel
+
+
+def _written_argument(schema: Any, result: Any) -> int | None:
+    """Index of the argument that this result is (`Tensor(a!)`), or None for a new one."""
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    return next(
+        i
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.before_set == result.alias_info.before_set
+    )
+
+
+def _results(
+    result: Any, written: list[int | None], names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Any:
+    if not any(index is not None for index in written):
+        return from_cpu(result, device)
+    values = result if len(written) > 1 else (result,)
+    mapped = tuple(
+        from_cpu(value, device) if i is None else args[i] if i < len(args) else kwargs[names[i]]
+        for value, i in zip(values, written)
+    )
+    return mapped if len(written) > 1 else mapped[0]
+
+
+def to_cpu(value: Any) -> Any:
+    """An argument as the CPU's kernel wants it."""
+    if isinstance(value, torch.Tensor):
+        return alias(value)
+    if isinstance(value, (list, tuple)):
+        return [to_cpu(item) for item in value]
+    if isinstance(value, torch.device) and value.type == "npu":
+        return torch.device("cpu")
+    return value
+
+
+def from_cpu(value: Any, device: torch.device) -> Any:
+    """A result as the caller wants it."""
+    if isinstance(value, torch.Tensor):
+        return to_device(value, device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(from_cpu(item, device) for item in value)
+    return value
+
+
+def _device_of(values: Any) -> torch.device | None:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.device.type == "npu":
+            return value.device
+        if isinstance(value, torch.device) and value.type == "npu":
+            return value if value.index is not None else torch.device("npu", torch.npu.current_device())
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (torch.Tensor, type(None))):
+            found = _device_of(value)
+            if found is not None:
+                return found
+    return None
+
+
+# ---- npu:: operators ----
+
+
+def _label(op: torch._ops.OpOverload) -> str:
+    return op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+
+
+def _counted(name: str, kernel: Kernel) -> Kernel:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        registry.count(name)
+        return kernel(*args, **kwargs)
+
+    return counted
+
+
+def _without_reference(name: str) -> Kernel:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise registry.OperatorError(
+            f"{name} has no CPU reference on the virtual NPU. Declare one, a function of CPU tensors with the same arguments: "
+            f"@npu_backend.virtual_npu.register_reference({name!r}); docs/virtual_npu.md shows how"
+        )
+
+    return fail
+
+
+def _implement_reference(reference: registry.Reference) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        implement(reference.name, _reference_kernel(reference))
+        if reference.differentiable:
+            implement(reference.name, _recomputed(reference), "AutogradPrivateUse1")
+
+
+def _reference_kernel(reference: registry.Reference) -> Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        registry.count(reference.name)
+        device = _device_of(args) or _device_of(kwargs.values()) or torch.device("npu", torch.npu.current_device())
+        # No torch function: `with torch.device("npu")` must not put the reference's own tensors on the device.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
+            result = reference.function(*map(to_cpu, args), **{name: to_cpu(value) for name, value in kwargs.items()})
+            return from_cpu(result, device)
+
+    return kernel
+
+
+def _recomputed(reference: registry.Reference) -> Kernel:
+    """An autograd kernel whose backward differentiates the reference on the CPU."""
+    op = _overload(reference.name)
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+            ctx.kwargs = kwargs
+            ctx.tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
+            ctx.others = [None if isinstance(value, torch.Tensor) else value for value in args]
+            ctx.save_for_backward(*(args[i] for i in ctx.tensors))
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args, **kwargs)  # type: ignore[misc]  # a reference is only installed for an operator
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            registry.count(f"{reference.name}:backward")
+            args = list(ctx.others)
+            for i, saved in zip(ctx.tensors, ctx.saved_tensors):
+                args[i] = alias(saved).detach().requires_grad_(ctx.needs_input_grad[i + 1])
+            with torch._C.DisableTorchFunction(), torch.enable_grad():
+                outputs = reference.function(*args, **{name: to_cpu(value) for name, value in ctx.kwargs.items()})
+            wanted = [i for i in ctx.tensors if ctx.needs_input_grad[i + 1]]
+            found = torch.autograd.grad(outputs, [args[i] for i in wanted], [alias(g) for g in grads], allow_unused=True)
+            results: list[torch.Tensor | None] = [None] * (len(args) + 1)
+            for i, gradient in zip(wanted, found):
+                results[i + 1] = None if gradient is None else to_device(gradient, grads[0].device)
+            return tuple(results)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return Recomputed.apply(kwargs, *args)
+
+    return kernel

@@ -1,0 +1,161 @@
+"""Activate the virtual NPU in this process, and in the processes that it starts.
+
+torch_npu finds its libraries and settings when it is imported, so all of this happens before torch is: the compiled runtime
+is loaded by full path with global symbols (no LD_LIBRARY_PATH), the environment is set, torch_npu's folder goes on sys.path,
+and the operator fallback is installed right after torch_npu, which torch imports itself at the end of `import torch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from npu_backend import soc as socs
+from npu_backend.config import read_environment
+from npu_backend.errors import BackendUnavailableError, ConfigError
+from npu_backend.virtual_npu import build, wheel
+
+LABEL = "virtual NPU (arithmetic by the CPU)"
+MAX_DEVICES = 64  # VNPU_MAX_DEVICES of native/cann.h
+
+_SITE = str(Path(__file__).parent / "site")
+_active: tuple[int, str] | None = None
+
+
+def is_active() -> bool:
+    """Whether the Ascend devices of this process are, or will be once torch is imported, virtual ones."""
+    return _active is not None or (read_environment().virtual_npu > 0 and "torch" not in sys.modules)
+
+
+def activate(devices: int = 1, soc: str = socs.DEFAULT, *, force: bool = False) -> None:
+    """Put `devices` virtual NPUs under torch_npu. Call it before torch is imported; child processes inherit it.
+
+    A second call with the same arguments does nothing.
+
+    Args:
+        devices: how many devices the process sees, 1 to 64.
+        soc: the chip they say they are, a name of `npu_backend.soc.SOCS`.
+        force: also on a host that has a real Ascend driver.
+
+    Raises:
+        ConfigError: `devices` or `soc` has no meaning, or another choice is in force already.
+        BackendUnavailableError: torch is imported already, the host has a real driver, there is no C compiler, or no
+            torch_npu that fits the installed torch. The message gives the fix.
+    """
+    global _active
+    exported = environment(devices, soc, force=force)
+    if _active is not None:
+        if _active != (devices, soc):
+            raise ConfigError(f"the virtual NPU is active with {_active[0]} x {_active[1]}; it cannot become {devices} x {soc}")
+        return
+    if "torch" in sys.modules:
+        raise BackendUnavailableError(
+            "torch is imported already, and it looks for devices when it is; call npu_backend.virtual_npu.activate() before "
+            "the first `import torch`, or start the program with `npu-backend run --virtual-npu -- COMMAND`"
+        )
+    folder, wheel_folder = prepare(force=force)
+    os.environ.update(exported)
+    _set_runtime_environment(folder, devices, socs.find_soc(soc))
+    for name in build.LIBRARIES:
+        ctypes.CDLL(str(folder / "lib" / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
+    if wheel_folder is not None:
+        sys.path.append(str(wheel_folder))  # last: it must shadow nothing
+    sys.meta_path.insert(0, _InstallAfterTorchNpu())
+    _active = (devices, soc)
+
+
+def activate_inherited() -> None:
+    """Activate what `npu-backend run` or a parent's `activate()` asked for; called when torch is about to be imported."""
+    devices = read_environment().virtual_npu
+    if devices and wheel.has_torch():  # else `import torch` itself says what is missing
+        activate(devices, os.environ.get("VIRTUAL_NPU_SOC") or socs.DEFAULT, force=bool(os.environ.get("VIRTUAL_NPU_FORCE")))
+
+
+def prepare(*, force: bool = False) -> tuple[Path, Path | None]:
+    """Check the host, compile the runtime if need be, and find torch_npu; returns their folders.
+
+    Raises:
+        BackendUnavailableError: see `activate`.
+    """
+    driver = _real_driver()
+    if driver and not force:
+        raise BackendUnavailableError(
+            f"this host has a real Ascend driver ({driver}), which the virtual NPU would hide; use the device, or ask for the "
+            "virtual one all the same: activate(force=True), npu-backend run --force"
+        )
+    wheel_folder = wheel.torch_npu_folder()
+    return build.runtime_folder(), wheel_folder
+
+
+def environment(devices: int, soc: str, *, force: bool = False) -> dict[str, str]:
+    """The variables by which a child process inherits the virtual NPU.
+
+    Raises:
+        ConfigError: `devices` or `soc` has no meaning.
+    """
+    if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
+        raise ConfigError(f"the number of virtual devices must be an integer from 1 to {MAX_DEVICES}, got {devices!r}")
+    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != _SITE]
+    return {
+        "NPU_BACKEND_VIRTUAL_NPU": str(devices),
+        "VIRTUAL_NPU_SOC": socs.find_soc(soc).name,
+        "VIRTUAL_NPU_FORCE": "1" if force else "",
+        "PYTHONPATH": os.pathsep.join([_SITE, *inherited]),
+    }
+
+
+def _set_runtime_environment(folder: Path, devices: int, chip: socs.Soc) -> None:
+    os.environ.update(
+        {
+            # read by native/
+            "VIRTUAL_NPU_DEVICES": str(devices),
+            "VIRTUAL_NPU_CUBE_CORES": str(chip.cube_cores),
+            "VIRTUAL_NPU_VECTOR_CORES": str(chip.vector_cores),
+            "VIRTUAL_NPU_UB_BYTES": str(chip.ub_bytes),
+            # read by torch_npu
+            "ASCEND_HOME_PATH": str(folder),
+            "ASCEND_OPP_PATH": str(folder / "opp"),
+            "TASK_QUEUE_ENABLE": "0",  # operators run in the calling thread
+        }
+    )
+
+
+def _real_driver() -> str | None:
+    """The device node of a real Ascend driver, if there is one."""
+    return next((str(node) for node in sorted(Path("/dev").glob("davinci*"))), None)
+
+
+class _InstallAfterTorchNpu(importlib.abc.MetaPathFinder):
+    """Installs the operator fallback at the end of torch_npu's import, whoever imports it."""
+
+    def __init__(self) -> None:
+        self._searching = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch_npu" or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_install(module: ModuleType) -> None:
+                execute(module)
+                from npu_backend.virtual_npu import fallback
+
+                fallback.install()
+
+            spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]  # the loader is this spec's own
+        return spec

@@ -1,0 +1,2 @@
+/* Software HCCL: communicators and collectives for ranks on this host. Nothing is implemented yet. */
+#include "cann.h"

@@ -1,0 +1,13 @@
+"""CPU references of the operators that only Ascend devices have, one module per theme. Importing a module declares them."""
+
+from __future__ import annotations
+
+import importlib
+
+_THEMES = ("dense", "moe", "loss", "attention")
+
+
+def load() -> None:
+    """Declare every reference of this package."""
+    for theme in _THEMES:
+        importlib.import_module(f"{__name__}.{theme}")

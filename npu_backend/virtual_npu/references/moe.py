@@ -1,0 +1,206 @@
+"""Sparse mixture of experts: grouped matmul, and moving tokens to their experts and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from npu_backend.virtual_npu.references.checks import FLOATS, need, need_dtype
+from npu_backend.virtual_npu.registry import register_reference
+
+_GMM = "npu_grouped_matmul"
+_LONGEST_LIST = 128
+_INNER_LIMIT = 65536
+_MAX_INDICES = 16777215
+_MAX_TOP_K = 512
+
+# ---- grouped matmul ----
+
+
+def _group_counts(group_list: torch.Tensor, list_type: int, rows: int) -> list[int]:
+    """Rows of each group. Type 0 lists running sums, type 1 counts."""
+    need(list_type in (0, 1), _GMM, f"group_list_type={list_type} is neither 0 (running sums) nor 1 (counts)")
+    need(group_list.dtype == torch.int64, _GMM, f"group_list is {group_list.dtype}, int64 is needed")
+    need(group_list.dim() == 1, _GMM, f"group_list has {group_list.dim()} dimensions, 1 is needed")
+    values = group_list.tolist()
+    if list_type == 0:
+        rising = all(a <= b for a, b in zip([0, *values], values))
+        need(rising, _GMM, f"group_list {values} of type 0 holds running sums and must not fall; for counts pass group_list_type=1")
+        values = [b - a for a, b in zip([0, *values], values)]
+    need(all(value >= 0 for value in values), _GMM, f"group_list {values} must not be negative")
+    kind = "running sums" if list_type == 0 else "counts"
+    need(sum(values) == rows, _GMM, f"group_list ({kind}) covers {sum(values)} rows, x has {rows}")
+    return values
+
+
+def _check_operands(x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] | None) -> None:
+    for name, tensors in (("x", x), ("weight", weight)):
+        need(1 <= len(tensors) <= _LONGEST_LIST, _GMM, f"{name} lists {len(tensors)} tensors; 1 to {_LONGEST_LIST} are allowed")
+        for tensor in tensors:
+            need_dtype(_GMM, name, tensor, FLOATS)
+            need(tensor.shape[-1] < _INNER_LIMIT, _GMM, f"the last size {tensor.shape[-1]} of {name} must be below {_INNER_LIMIT}")
+    dtypes = {tensor.dtype for tensor in (*x, *weight)}
+    need(len(dtypes) == 1, _GMM, f"x and weight must have one dtype, got {sorted(map(str, dtypes))}")
+    need(not bias or len(bias) == len(weight), _GMM, f"bias lists {len(bias or ())} tensors, weight {len(weight)}")
+
+
+@register_reference(f"npu::{_GMM}")
+def npu_grouped_matmul(
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    group_list: torch.Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    output_dtype: int | None = None,
+    **others: object,
+) -> list[torch.Tensor]:
+    """One matmul per group of rows (group_type 0), per group of the summed axis (2), or per pair of tensors (-1)."""
+    given = sorted(name for name, value in others.items() if value is not None)
+    need(not given, _GMM, f"quantised use ({', '.join(given)}) has no reference")
+    need(not act_type, _GMM, f"act_type={act_type} has no reference")
+    need(output_dtype is None, _GMM, f"output_dtype={output_dtype} has no reference")
+    need(split_item in (0, 1, 2, 3), _GMM, f"split_item={split_item} is not one of 0, 1, 2, 3")
+    _check_operands(x, weight, bias)
+    kind = -1 if group_type is None else group_type
+    need(kind in (-1, 0, 2), _GMM, f"group_type={group_type} is not one of -1, 0, 2")
+    if kind == -1:
+        need(len(x) == len(weight), _GMM, f"x lists {len(x)} tensors, weight {len(weight)}; without groups they pair up")
+        products = [a @ b for a, b in zip(x, weight)]
+        results = [p + b for p, b in zip(products, bias)] if bias else products
+        return results if split_item in (0, 1) else [torch.cat(results)]
+    need(len(x) == 1 and x[0].dim() == 2, _GMM, "grouped use takes one 2-D x")
+    need(len(weight) == 1, _GMM, f"weight lists {len(weight)} tensors; grouped use has a reference for one stacked tensor")
+    need(split_item in (2, 3), _GMM, f"split_item={split_item} returns one tensor per weight; one stacked weight needs 2 or 3")
+    need(group_list is not None, _GMM, "group_list is missing")
+    need(not bias, _GMM, "bias has no reference in grouped use")
+    assert group_list is not None  # for the type checker; checked above
+    rows, experts = x[0], weight[0]
+    if kind == 0:
+        need(experts.dim() == 3, _GMM, f"group_type 0 takes a weight [experts, k, n], got {tuple(experts.shape)}")
+        counts = _group_counts(group_list, group_list_type or 0, rows.shape[0])
+        need(len(counts) == experts.shape[0], _GMM, f"group_list has {len(counts)} groups, weight {experts.shape[0]} experts")
+        need(rows.shape[1] == experts.shape[1], _GMM, f"x [.., {rows.shape[1]}] does not multiply weight {tuple(experts.shape)}")
+        return [torch.cat([part @ experts[e] for e, part in enumerate(rows.split(counts))])]
+    need(experts.dim() == 2, _GMM, f"group_type 2 takes a weight [k, n], got {tuple(experts.shape)}")
+    counts = _group_counts(group_list, group_list_type or 0, rows.shape[1])
+    need(rows.shape[1] == experts.shape[0], _GMM, f"x [.., {rows.shape[1]}] does not multiply weight {tuple(experts.shape)}")
+    return [torch.stack([a @ b for a, b in zip(rows.split(counts, 1), experts.split(counts))])]
+
+
+# ---- tokens to experts and back ----
+
+
+def _check_permute(operator: str, tokens: torch.Tensor, indices: torch.Tensor, padded_mode: bool) -> int:
+    """Check, and return how many experts each token goes to."""
+    need(not padded_mode, operator, "padded_mode=True is not supported")
+    need_dtype(operator, "tokens", tokens, FLOATS)
+    need_dtype(operator, "indices", indices, (torch.int32, torch.int64))
+    need(tokens.dim() == 2, operator, f"tokens has {tokens.dim()} dimensions, 2 are needed")
+    need(indices.dim() in (1, 2), operator, f"indices has {indices.dim()} dimensions, 1 or 2 are needed")
+    need(indices.shape[0] == tokens.shape[0], operator, f"indices has {indices.shape[0]} rows, tokens {tokens.shape[0]}")
+    need(indices.numel() < _MAX_INDICES, operator, f"indices has {indices.numel()} elements, fewer than {_MAX_INDICES} are allowed")
+    if indices.numel():
+        low, high = int(indices.min()), int(indices.max())
+        need(low >= 0 and high < _MAX_INDICES, operator, f"indices reach from {low} to {high}; 0 to {_MAX_INDICES - 1} are allowed")
+    top_k = indices.shape[1] if indices.dim() == 2 else 1
+    need(1 <= top_k <= _MAX_TOP_K, operator, f"{top_k} experts per token; 1 to {_MAX_TOP_K} are allowed")
+    return top_k
+
+
+@register_reference("npu::npu_moe_token_permute")
+def npu_moe_token_permute(
+    tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [N, H] repeated and sorted by expert, and where row i of the repetition went (int32 [N * top_k])."""
+    top_k = _check_permute("npu_moe_token_permute", tokens, indices, padded_mode)
+    order = torch.argsort(indices.reshape(-1), stable=True)
+    kept = order[:num_out_tokens] if num_out_tokens else order
+    return tokens[kept // top_k], torch.argsort(order).to(torch.int32)
+
+
+@register_reference("npu::npu_moe_token_permute_grad")
+def npu_moe_token_permute_grad(
+    tokens: torch.Tensor, grad: torch.Tensor, indices: torch.Tensor, sorted_indices: torch.Tensor, padded_mode: bool = False
+) -> torch.Tensor:
+    """Gradient of the tokens: the sum over the places that each one went to; dropped places count nothing."""
+    top_k = _check_permute("npu_moe_token_permute_grad", tokens, indices, padded_mode)
+    places = sorted_indices.long()
+    gathered = torch.zeros(places.numel(), grad.shape[-1], dtype=torch.float32)
+    kept = places < grad.shape[0]
+    gathered[kept] = grad.float()[places[kept]]
+    return gathered.view(-1, top_k, grad.shape[-1]).sum(1).to(tokens.dtype)
+
+
+def _check_unpermute(
+    operator: str,
+    permuted: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None,
+    padded_mode: bool,
+    restore_shape: Sequence[int] | None,
+) -> int:
+    need(not padded_mode, operator, "padded_mode=True is not supported")
+    need(restore_shape is None, operator, "restore_shape only belongs to padded_mode, which is not supported")
+    need_dtype(operator, "permuted_tokens", permuted, FLOATS)
+    need_dtype(operator, "sorted_indices", sorted_indices, (torch.int32,))
+    need(permuted.dim() == 2, operator, f"permuted_tokens has {permuted.dim()} dimensions, 2 are needed")
+    need(sorted_indices.dim() == 1, operator, f"sorted_indices has {sorted_indices.dim()} dimensions, 1 is needed")
+    rows = sorted_indices.numel()
+    if probs is None:
+        return 1
+    need_dtype(operator, "probs", probs, FLOATS)
+    need(probs.dim() == 2, operator, f"probs has {probs.dim()} dimensions, 2 are needed")
+    need(probs.numel() == rows, operator, f"probs {tuple(probs.shape)} must weigh the {rows} permuted rows: [tokens, top_k]")
+    need(probs.shape[1] <= _MAX_TOP_K, operator, f"{probs.shape[1]} experts per token; at most {_MAX_TOP_K} are allowed")
+    return probs.shape[1]
+
+
+@register_reference("npu::npu_moe_token_unpermute")
+def npu_moe_token_unpermute(
+    permuted: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Rows back in token order, weighed by `probs` and summed over each token's experts; dropped rows count nothing."""
+    top_k = _check_unpermute("npu_moe_token_unpermute", permuted, sorted_indices, probs, padded_mode, restore_shape)
+    rows = _in_token_order(permuted.float(), sorted_indices).view(-1, top_k, permuted.shape[-1])
+    weighed = rows if probs is None else rows * probs.float().unsqueeze(-1)
+    return weighed.sum(1).to(permuted.dtype)
+
+
+def _in_token_order(permuted: torch.Tensor, sorted_indices: torch.Tensor) -> torch.Tensor:
+    places = sorted_indices.long()
+    if places.numel() == permuted.shape[0]:
+        return permuted[places]
+    dropped = permuted.new_zeros(places.numel() - permuted.shape[0], permuted.shape[-1])
+    return torch.cat((permuted, dropped))[places]
+
+
+@register_reference("npu::npu_moe_token_unpermute_grad")
+def npu_moe_token_unpermute_grad(
+    permuted: torch.Tensor,
+    grad: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the permuted tokens and of the probabilities (empty without them)."""
+    name = "npu_moe_token_unpermute_grad"
+    top_k = _check_unpermute(name, permuted, sorted_indices, probs, padded_mode, restore_shape)
+    spread = grad.float().repeat_interleave(top_k, 0)
+    weighed = spread if probs is None else spread * probs.float().reshape(-1, 1)
+    kept = sorted_indices.long() < permuted.shape[0]
+    grad_permuted = torch.zeros(permuted.shape, dtype=torch.float32)
+    grad_permuted[sorted_indices.long()[kept]] = weighed[kept]
+    if probs is None:
+        return grad_permuted.to(permuted.dtype), grad.new_empty(0)
+    grad_probs = (spread * _in_token_order(permuted.float(), sorted_indices)).sum(-1)
+    return grad_permuted.to(permuted.dtype), grad_probs.view_as(probs).to(probs.dtype)

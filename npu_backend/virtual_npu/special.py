@@ -1,0 +1,104 @@
+"""Operators that cannot go through the boxed function: copies between devices, and what only torch_npu has in aten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from npu_backend.virtual_npu.memory import alias, to_device
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    alias(target).copy_(alias(source))
+    return target
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return _copy(target, source)
+
+
+def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _copy(target.resize_(source.shape), source)
+
+
+def _clone(tensor: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
+    new = torch.empty_like(tensor, memory_format=memory_format or torch.preserve_format)
+    return _copy(new, tensor)
+
+
+def _to_copy(
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    format_ = memory_format or torch.preserve_format
+    new = torch.empty_like(tensor, dtype=dtype, device=device, pin_memory=bool(pin_memory), memory_format=format_)
+    return _copy(new, tensor)
+
+
+def _item(tensor: torch.Tensor) -> Any:
+    return alias(tensor).item()
+
+
+def _histc(tensor: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """The device counts integers too; the CPU's kernel takes floating point only."""
+    values = alias(tensor)
+    wide = values if values.is_floating_point() else values.double()
+    return to_device(torch.histc(wide, bins, min, max).to(values.dtype), tensor.device)
+
+
+def _matmul_backward(grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mask: list[bool]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of `a @ b` with broadcasting; torch itself has no such operator."""
+    g, x, y = alias(grad), alias(a), alias(b)
+    if x.dim() == 1:
+        x, g = x.unsqueeze(0), g.unsqueeze(-2) if y.dim() > 1 else g.unsqueeze(-1)
+    if y.dim() == 1:
+        y, g = y.unsqueeze(1), g.unsqueeze(-1)
+    if y.dim() == 2:  # one matrix for the whole batch: fold the batch into rows
+        g, rows = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
+    else:
+        rows = x
+    grad_a = to_device((g @ y.mH).reshape(*_batch(g, x, y)).sum_to_size(x.shape).reshape(a.shape), a.device) if mask[0] else None
+    grad_b = to_device((rows.mH @ g).sum_to_size(y.shape).reshape(b.shape), b.device) if mask[1] else None
+    return grad_a, grad_b
+
+
+def _batch(g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the gradient of x before broadcast dimensions are summed."""
+    if y.dim() == 2:
+        return tuple(x.shape)
+    return (*torch.broadcast_shapes(g.shape[:-2], y.shape[:-2]), g.shape[-2], y.shape[-2])
+
+
+def _in_dtype(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`mm(a, b, out_dtype)` and its like: operands in half precision, the product in a wider dtype."""
+
+    def product(*operands: Any, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+        *tensors, dtype = operands
+        scales = {"beta": beta, "alpha": alpha} if len(tensors) == 3 else {}
+        return to_device(function(*(alias(t).to(dtype) for t in tensors), **scales), tensors[0].device)
+
+    return product
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "aten::copy_": _copy,
+    "aten::_copy_from": _copy_from,
+    "aten::_copy_from_and_resize": _copy_from_and_resize,
+    "aten::clone": _clone,
+    "aten::_to_copy": _to_copy,
+    "aten::_local_scalar_dense": _item,
+    "aten::histc": _histc,
+    "aten::matmul_backward": _matmul_backward,
+    "aten::mm.dtype": _in_dtype(torch.mm),
+    "aten::bmm.dtype": _in_dtype(torch.bmm),
+    "aten::addmm.dtype": _in_dtype(torch.addmm),
+    "aten::baddbmm.dtype": _in_dtype(torch.baddbmm),
+}
