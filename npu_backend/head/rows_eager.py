@@ -30,7 +30,7 @@ def rows_forward(
     with S = sum e^(z-m), the log-prob is (z_y - m) - log S, which is never positive, and the entropy is
     log S - sum e^(z-m) (z-m) / S, which is never negative.
     """
-    scores, _ = _scores(logits, to_scores)
+    scores = _scores(logits, to_scores)[0]
     of_label = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     peak = scores.amax(dim=1)
     shifted = scores.sub_(peak[:, None])

@@ -1,0 +1,240 @@
+"""One forward for every causal language model, text only or multimodal: log-probs and entropy instead of logits.
+
+`patch_forward_with_backends` gives one model object a forward that runs the model's own forward with its output head
+left out (`deferred.py`), and then the PPO head with what the model's forward would have done to the logits. The model's
+class stays as it is, and so does every call that asks for logits, such as those of `generate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npu_backend import device, log
+from npu_backend.config import parse_backend, parse_bool
+from npu_backend.errors import HeadInputError, PatchConflictError
+from npu_backend.head.deferred import DeferredLogits, shadowed, without_head
+from npu_backend.head.linear_log_prob import linear_log_prob
+from npu_backend.patches.engine import ENGINE, Row
+from npu_backend.patches.targets import MISSING, InstanceSlot, owner_of
+from npu_backend.report import PatchReport
+
+BACKEND_ATTRIBUTE = "_verl_fused_kernels_backend"  # verl's name: its adapters, and checks made for them, read it
+_WHY = "the full logits of a long sequence do not fit into memory"
+
+
+def patch_forward_with_backends(
+    model: nn.Module, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
+) -> PatchReport:
+    """Let this model's forward return `log_probs` and `entropy`, computed without its full logits.
+
+    The replacement is in the patch manager's ledger: `patch_status` shows it and `revert_patches` undoes it. A deep
+    copy of a patched model is patched too, but not in the ledger. A pickled one comes back unpatched.
+
+    Args:
+        model: a Hugging Face causal LM or VLM, before FSDP or torch.compile wraps it; a PEFT model is unwrapped.
+        use_fused_kernels: False touches nothing.
+        fused_kernels_backend: `torch`, `triton`, `liger` or `auto`; None means `torch`.
+
+    Returns:
+        A report of one row: applied; disabled; or skipped with the reason, where the model has no output head, is an
+        encoder-decoder, or is already held by torch.compile.
+
+    Raises:
+        ConfigError: an unknown backend, or a boolean that is neither true nor false.
+        HeadInputError: the output head is not a plain linear layer (LoRA or quantisation on it).
+        PatchConflictError: this model already has another backend, or a forward that somebody else put on it.
+        Nothing is changed when one of them is raised.
+    """
+    backend = "torch" if fused_kernels_backend is None else parse_backend(fused_kernels_backend)
+    wanted = parse_bool(use_fused_kernels, "use_fused_kernels")
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    slot = InstanceSlot(model, "forward")
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    row = Row(str(slot), "ppo_head", model_type, "npu_backend.head", "applied", f"backend {backend}", _WHY)
+    if not wanted:
+        reason = "fused head off: use_fused_kernels=False"
+        log.info_rank0(f"npu-backend: {reason} ({row.target})")
+        return _report(dataclasses.replace(row, state="disabled", reason=reason), "nothing applied")
+    reason = _unsuitable(model)
+    if reason:
+        log.warn_rank0(f"npu-backend: no fused head on {row.target}: {reason}")
+        return _report(dataclasses.replace(row, state="skipped", reason=reason), "nothing applied")
+    with ENGINE.lock:
+        if _already_has(slot, backend):
+            return _report(row, "already applied")
+        _output_head(model)
+        attribute = InstanceSlot(model, BACKEND_ATTRIBUTE)
+        ENGINE.put(attribute, backend, dataclasses.replace(row, target=str(attribute)))
+        row = ENGINE.put(slot, types.MethodType(_forward_like(type(model).forward), model), row)
+    log.info_rank0(f"npu-backend: fused head on {row.target}: backend {backend}")
+    return _report(row, "applied")
+
+
+def _report(row: Row, status: str) -> PatchReport:
+    return PatchReport(rows=(row,), device=str(device.detect()), status=status, versions=device.versions())
+
+
+def _unsuitable(model: nn.Module) -> str:
+    """Why this model keeps its forward, or an empty string."""
+    if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None:
+        return "torch.compile already holds this model and would not see the patch; patch it before compiling it"
+    if _embeddings(model) is None:
+        return "no output head on this module (no lm_head: get_output_embeddings() gives None)"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "an encoder-decoder model: its labels are not shifted inputs"
+    return ""
+
+
+def _already_has(slot: InstanceSlot, backend: str) -> bool:
+    """Whether our forward is on the object, with this backend.
+
+    Raises:
+        PatchConflictError: with another one, or the object has somebody else's forward.
+    """
+    current = slot.get()
+    if owner_of(current) == __name__:
+        held = getattr(slot.owner, BACKEND_ATTRIBUTE, None)
+        if held == backend:
+            return True
+        raise PatchConflictError(
+            f"{slot}: the fused head is already on this model with backend {held!r}, now {backend!r} is asked for. "
+            "Call npu_backend.revert_patches() first, or ask for the same backend"
+        )
+    inherited = getattr(current, "__func__", None) is type(slot.owner).forward  # what unpickling leaves behind
+    if current is not MISSING and not inherited:
+        raise PatchConflictError(
+            f"{slot}: {owner_of(current)!r} has already put a forward on this very object; patch the model before that"
+        )
+    return False
+
+
+def _forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward for one model object that looks like its own: `generate` reads the signature."""
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _fused_forward(self, args, kwargs)
+
+    return forward
+
+
+@torch.compiler.disable(recursive=False)
+def _fused_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The patched forward. `type(model).forward` is looked up now, so that class patches made later count too."""
+    own_forward = type(model).forward
+    _, *positional = inspect.signature(own_forward).bind_partial(model, *args).arguments.items()
+    inputs = {**dict(positional), **kwargs}
+    if _asks_for_logits(inputs):
+        return own_forward(model, **inputs)
+    name = type(model).__name__
+    if inputs.pop("return_dict", None) is False:
+        raise HeadInputError(f"{name}: return_dict=False has no place for log_probs and entropy; leave it out")
+    temperature = inputs.pop("temperature", 1.0)
+    labels = _next_tokens(name, inputs)
+    head = _output_head(model)
+    with without_head(model, head):
+        output = own_forward(model, **inputs, return_dict=True)
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, DeferredLogits):
+        raise HeadInputError(
+            f"{name}: its forward, of {owner_of(own_forward)}, does not call its output head, so the fused head cannot "
+            "replace it. Set use_fused_kernels=False for this model"
+        )
+
+    def in_place_of_logits(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        return linear_log_prob(
+            hidden,
+            head.weight,
+            labels,
+            temperature=temperature,
+            bias=head.bias,
+            logit_scale=logits.logit_scale,
+            softcap=logits.softcap,
+            impl_backend=getattr(model, BACKEND_ATTRIBUTE),
+        )[:2]
+
+    # Through the head's own call, whose hooks gather and free its weight when FSDP2 shards the head by itself.
+    with shadowed(head, "forward", in_place_of_logits):
+        log_probs, entropy = head(logits.hidden)
+    kept = {key: value for key, value in output.items() if key != "logits"}
+    return _output_class(type(output))(**kept, log_probs=log_probs, entropy=entropy)
+
+
+def _asks_for_logits(inputs: dict[str, Any]) -> bool:
+    """Whether a call is one of `generate`, or like it: no label and no temperature, but a cache or a few logits."""
+    if any(inputs.get(name) is not None for name in ("labels", "shift_labels", "temperature")):
+        return False
+    for name in ("logits_to_keep", "past_key_values", "use_cache"):
+        value = inputs.get(name)
+        if value is not None and not (isinstance(value, int) and value == 0):  # False is 0
+            return True
+    return False
+
+
+def _next_tokens(name: str, inputs: dict[str, Any]) -> Tensor:
+    """The label of each position, [B, S]; takes the labels out of `inputs`, so that the model computes no loss.
+
+    Rolling gives the last position of each sequence the first token, as verl's adapters do: mask it in the loss.
+    """
+    labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+    if shift_labels is not None:
+        return shift_labels
+    given = inputs.get("input_ids") if labels is None else labels
+    if given is None:
+        raise HeadInputError(
+            f"{name}: no labels for the fused head: pass shift_labels (the next token of each position), labels or "
+            "input_ids. For logits, pass logits_to_keep or use_cache=True and none of these"
+        )
+    if _sequence_parallel_size() > 1:
+        raise HeadInputError(
+            f"{name}: under sequence parallel (Ulysses, {_sequence_parallel_size()} ranks) each rank has a part of the "
+            "sequence and cannot know the token after its last one. Shift the whole sequence, cut it, pass shift_labels"
+        )
+    return torch.roll(given, shifts=-1, dims=-1)
+
+
+def _sequence_parallel_size() -> int:
+    """Ranks that share one sequence in verl; 1 where verl is not loaded."""
+    ulysses = sys.modules.get("verl.utils.ulysses")
+    return 1 if ulysses is None else int(ulysses.get_ulysses_sequence_parallel_world_size())
+
+
+def _embeddings(model: nn.Module) -> Any:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def _output_head(model: nn.Module) -> nn.Linear:
+    """The model's output head, which must be a linear layer and nothing more: only its weight and bias are used.
+
+    Raises:
+        HeadInputError: there is none now, or it is something else.
+    """
+    head, name = _embeddings(model), type(model).__name__
+    if head is None:
+        raise HeadInputError(f"{name}: no output head on this module; the fused head runs where lm_head is")
+    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    if not plain or getattr(head, "_hf_tp_plan", None):
+        adapters = ", ".join(getattr(head, "active_adapters", ()))
+        what = f"{type(head).__module__}.{type(head).__name__}" + (f" with adapter {adapters}" if adapters else "")
+        raise HeadInputError(
+            f"{name}: the output head is {what}, not a plain linear layer. The fused head uses a weight and a bias and "
+            "would ignore the rest: keep lm_head out of LoRA, quantisation and tensor parallelism, or set "
+            "use_fused_kernels=False"
+        )
+    return head
+
+
+@functools.cache
+def _output_class(base: type) -> type:
+    """The model's own output class with two fields more; `logits` is None in it."""
+    fields = [(name, "Any", dataclasses.field(default=None)) for name in ("log_probs", "entropy")]
+    return dataclasses.make_dataclass(f"{base.__name__}ForPPO", fields, bases=(base,), namespace={"__module__": __name__})

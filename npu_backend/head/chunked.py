@@ -1,0 +1,245 @@
+"""The PPO head's one autograd function: chunks of rows, a library GEMM per chunk, row kernels around it.
+
+For each chunk of M rows, forward computes logits = x W^T and hands them to `rows_forward`; backward computes them again
+(or takes them from the cache), lets `rows_backward` turn them into their gradient, and multiplies that by W and by x.
+So the full [N, V] logits never exist. Everything here is shared by all devices: the row kernels are a parameter.
+
+Every GEMM is `aten::mm` and nothing else, so that whoever overrides that operator (with a batch-invariant one, say)
+reaches the head too.
+
+Autograd and sharding: the weight is saved as it was given, not cast or copied. FSDP2 frees the gathered parameter after
+forward and fills the same storage again before backward, which is when the saved tensor is read.
+
+Letters: N rows, M rows of a chunk, H hidden size, V vocabulary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from npu_backend.errors import BackendUnavailableError
+
+
+@dataclass(frozen=True)
+class ScoreTransform:
+    """From logits to scores: z = cap(logit_scale * (logits + bias)) / temperature, cap(u) = softcap * tanh(u / softcap).
+
+    Attributes:
+        dtype: in which all of it is computed.
+        bias: [V] in `dtype`, or None.
+        logit_scale: 1.0 for none.
+        softcap: None for none.
+        temperature: one number, or one per row: [M] in `dtype`; None for 1.
+    """
+
+    dtype: torch.dtype
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+    temperature: float | Tensor | None
+
+
+class RowKernels(Protocol):
+    """A module of row kernels; `rows_eager` says what each function has to do."""
+
+    def rows_forward(
+        self, logits: Tensor, labels: Tensor, to_scores: ScoreTransform, *, calculate_entropy: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]: ...
+
+    def rows_backward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        to_scores: ScoreTransform,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        log_sum_exp: Tensor,
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is computed: everything that is not a tensor.
+
+    Attributes:
+        kernels: the row kernels.
+        chunk_rows: M; the last chunk has fewer rows unless the caller has padded the labels.
+        compute_dtype: of the GEMMs.
+        logit_scale: see `ScoreTransform`.
+        softcap: see `ScoreTransform`.
+        temperature: a single number; None where it is 1 or given per row.
+        calculate_entropy: False skips its work.
+        cache_bytes: how many bytes of logits may be kept for backward.
+    """
+
+    kernels: RowKernels
+    chunk_rows: int
+    compute_dtype: torch.dtype
+    logit_scale: float
+    softcap: float | None
+    temperature: float | None
+    calculate_entropy: bool
+    cache_bytes: int
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        return torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+
+    def chunks(self, total: int) -> Iterator[slice]:
+        for start in range(0, total, self.chunk_rows):
+            yield slice(start, min(start + self.chunk_rows, total))
+
+    def cached_chunks(self, vocab_size: int) -> int:
+        return self.cache_bytes // (self.chunk_rows * vocab_size * self.compute_dtype.itemsize)
+
+    def to_scores(self, bias: Tensor | None, temperatures: Tensor | None, rows: slice) -> ScoreTransform:
+        return ScoreTransform(
+            dtype=self.score_dtype,
+            bias=None if bias is None else bias.to(self.score_dtype),
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+            temperature=self.temperature if temperatures is None else temperatures[rows],
+        )
+
+
+class ChunkedHead(torch.autograd.Function):
+    """apply(hidden [N, H], weight [V, H], bias [V] | None, labels [N'], temperatures [N'] | None, plan).
+
+    Returns log-probs [N'] and entropy [N'] | None in the plan's score dtype. Labels are int64, negative where the row
+    is ignored. N' may exceed N: the rows beyond N are zeros (so that every chunk can have the same M); label them
+    negative.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperatures: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        log_probs = hidden.new_empty(labels.shape, dtype=plan.score_dtype)
+        log_sum_exp = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs) if plan.calculate_entropy else None
+        cache: list[Tensor] = []
+        # The dtypes are settled; an autocast around forward, or around backward, must not change them again.
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight_t = weight.to(plan.compute_dtype).t()
+            for rows in plan.chunks(labels.numel()):
+                logits = torch.mm(_hidden_rows(hidden, labels, rows, plan), weight_t)
+                to_scores = plan.to_scores(bias, temperatures, rows)
+                of_label, of_row, log_sum_exp[rows] = plan.kernels.rows_forward(
+                    logits, labels[rows], to_scores, calculate_entropy=plan.calculate_entropy
+                )
+                log_probs[rows] = of_label
+                if entropy is not None and of_row is not None:
+                    entropy[rows] = of_row
+                if len(cache) < plan.cached_chunks(weight.shape[0]):
+                    cache.append(logits)
+        ctx.plan = plan
+        ctx.save_for_backward(hidden, weight, bias, labels, temperatures, log_probs, entropy, log_sum_exp, *cache)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        if grad_log_probs is None and grad_entropy is None:
+            return None, None, None, None, None, None
+        hidden, weight, bias, *_ = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            grads = _gradients(ctx, grad_log_probs, grad_entropy)
+        if torch.is_grad_enabled():  # create_graph=True
+            upstream = [g for g in (grad_log_probs, grad_entropy) if g is not None]
+            grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *upstream)
+        return (*grads, None, None, None)
+
+
+def _gradients(
+    ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias, each in its own dtype, None for those that nobody asked for."""
+    hidden, weight, bias, labels, temperatures, log_probs, entropy, log_sum_exp, *cache = ctx.saved_tensors
+    plan: Plan = ctx.plan
+    wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    # A sum over chunks is kept in the score dtype and rounded once; a single chunk has nothing to add to.
+    sum_dtype = plan.score_dtype if labels.numel() > plan.chunk_rows else plan.compute_dtype
+    grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=plan.score_dtype) if wants_bias else None
+    grad_log_probs = _upstream(grad_log_probs, labels, plan)
+    grad_entropy = _upstream(grad_entropy, labels, plan)
+    compute_weight = weight.to(plan.compute_dtype)
+    for index, rows in enumerate(plan.chunks(labels.numel())):
+        x = _hidden_rows(hidden, labels, rows, plan)
+        logits = cache[index] if index < len(cache) else torch.mm(x, compute_weight.t())
+        grad_logits = plan.kernels.rows_backward(
+            logits,
+            labels[rows],
+            plan.to_scores(bias, temperatures, rows),
+            log_probs[rows],
+            None if entropy is None else entropy[rows],
+            log_sum_exp[rows],
+            None if grad_log_probs is None else grad_log_probs[rows],
+            None if grad_entropy is None else grad_entropy[rows],
+        )
+        if grad_hidden is not None:
+            real_rows = grad_hidden[rows]  # without those that pad the last chunk
+            real_rows.copy_(torch.mm(grad_logits, compute_weight)[: real_rows.shape[0]])
+        if grad_weight is not None:
+            grad_weight.add_(torch.mm(grad_logits.t(), x))
+        if grad_bias is not None:
+            grad_bias.add_(grad_logits.sum(dim=0, dtype=plan.score_dtype))
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None else grad_bias.to(bias.dtype),
+    )
+
+
+def _hidden_rows(hidden: Tensor, labels: Tensor, rows: slice, plan: Plan) -> Tensor:
+    """The chunk's hidden states [M, H] in the compute dtype, zero-padded to M rows.
+
+    Ignored rows are read as zeros: whatever padding tokens hold (NaN included) reaches neither an output nor, as
+    0 * NaN, the weight's gradient.
+    """
+    x = hidden[rows].to(plan.compute_dtype)
+    missing = (rows.stop - rows.start) - x.shape[0]
+    if missing:
+        x = pad(x, (0, 0, 0, missing))
+    return x.masked_fill((labels[rows] < 0)[:, None], 0.0)
+
+
+def _upstream(grad: Tensor | None, labels: Tensor, plan: Plan) -> Tensor | None:
+    """An upstream gradient as the row kernels want it: score dtype, contiguous (it may be strided or expanded)."""
+    if grad is None:
+        return None
+    return grad.to(plan.score_dtype).masked_fill(labels < 0, 0.0).contiguous()
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """Passes gradients on; differentiating them again is an error. The other inputs only connect the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return grad_hidden, grad_weight, grad_bias
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        raise BackendUnavailableError(
+            "linear_log_prob has no second derivative, and something differentiates its gradients (create_graph=True, "
+            "a gradient penalty, a Hessian product). Detach the gradients, or compute that loss from full logits."
+        )

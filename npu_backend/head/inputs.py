@@ -1,0 +1,210 @@
+"""What the PPO head accepts, checked, and brought into the one form that the backends take.
+
+Everything that can be seen without reading a tensor's values is checked first and costs nothing. What remains (labels
+in range, temperatures finite and positive) takes one host synchronisation per call; it is left out while torch.compile
+traces, and inside `trusted_values()`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_backend.errors import HeadInputError
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+IGNORED = -1  # the label of an ignored row, inside the head
+
+_trusted: ContextVar[bool] = ContextVar("npu_backend_trusted_values", default=False)
+
+
+@contextmanager
+def trusted_values() -> Iterator[None]:
+    """Skip the checks that read values: no host synchronisation. The caller vouches for labels and temperatures."""
+    token = _trusted.set(True)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """Checked and flattened inputs.
+
+    Attributes:
+        hidden: [N, H].
+        weight: [V, H], as given.
+        bias: [V] or None, as given.
+        labels: [N] int64; `IGNORED` where the row is ignored.
+        temperature: a number, or one per row: [N] float32 (float64 if given so).
+        shape: of the caller's labels, which the outputs get too.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    temperature: float | Tensor
+    shape: torch.Size
+
+
+def prepare(
+    hidden_states: Tensor,
+    vocab_weights: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor | None,
+    bias: Tensor | None,
+    ignore_index: int,
+) -> HeadInputs:
+    """Check and flatten. Nothing is computed, and nothing is on its way to a device, when this raises.
+
+    Raises:
+        HeadInputError: names the argument, what is wrong with it, and the fix.
+    """
+    _check_tensor("hidden_states", hidden_states, _FLOATS)
+    _check_tensor("vocab_weights", vocab_weights, _FLOATS, hidden_states.device)
+    _check_tensor("labels", labels, _INTEGERS, hidden_states.device)
+    _check_gathered(vocab_weights)
+    _check_shapes(hidden_states, vocab_weights, labels)
+    vocab_size = vocab_weights.shape[0]
+    if bias is not None:
+        _check_tensor("bias", bias, _FLOATS, hidden_states.device)
+        if tuple(bias.shape) != (vocab_size,):
+            raise _error(f"bias must be [V] = [{vocab_size}] like vocab_weights, got {list(bias.shape)}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise _error(f"ignore_index must be an integer, got {ignore_index!r}")
+    given = labels.reshape(-1).long()
+    ignored = given == ignore_index
+    row_temperature = _temperature(temperature, labels)
+    if not torch.compiler.is_compiling() and not _trusted.get():
+        _check_values(given, ignored, row_temperature, vocab_size, ignore_index)
+    return HeadInputs(
+        hidden=hidden_states.reshape(-1, hidden_states.shape[-1]),
+        weight=vocab_weights,
+        bias=bias,
+        labels=given.masked_fill(ignored, IGNORED),
+        temperature=row_temperature,
+        shape=labels.shape,
+    )
+
+
+def _error(problem: str) -> HeadInputError:
+    return HeadInputError(f"linear_log_prob: {problem}")
+
+
+def _check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
+    if value is None:
+        hint = {
+            "labels": "pass the next token of each row (FusedLinearForPPO calls it input_ids)",
+            "vocab_weights": "pass the output embedding's weight (model.get_output_embeddings().weight; "
+            "with tied embeddings that is the input embedding's)",
+        }.get(name, "pass a tensor")
+        raise _error(f"{name} is missing: {hint}")
+    if not isinstance(value, Tensor):
+        raise _error(f"{name} must be a tensor, got {type(value).__name__}")
+    distributed = sys.modules.get("torch.distributed.tensor")  # if nobody imported it, nothing is a DTensor
+    if distributed is not None and isinstance(value, distributed.DTensor):
+        raise _error(
+            f"{name} is a DTensor (placements {value.placements}), which this release does not take yet. Call the head "
+            "inside the root module's forward, where FSDP has gathered the weight. full_tensor() would lose the "
+            "reduction of its gradient over the data-parallel ranks."
+        )
+    if value.dtype not in dtypes:
+        kind = "a floating-point" if dtypes is _FLOATS else "an integer"
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise _error(f"{name} must have {kind} dtype ({known}), got {value.dtype}")
+    if device is not None and value.device != device:
+        raise _error(f"{name} is on {value.device}, but hidden_states is on {device}; move one of them")
+
+
+def _check_gathered(weight: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        return
+    freed = weight.numel() > 0 and weight.untyped_storage().nbytes() == 0
+    if freed or (weight.dim() == 1 or weight.numel() == 0):
+        what = "its storage has been freed" if freed else f"its shape is {list(weight.shape)}, not [V, H]"
+        raise _error(
+            f"vocab_weights holds no gathered weight: {what}. That is what FSDP leaves of a parameter outside the "
+            "forward of the module that owns it. Call the head inside that forward (patch_forward_with_backends does), "
+            "or gather first: FullyShardedDataParallel.summon_full_params(module), or module.unshard() with FSDP2."
+        )
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    if hidden.dim() not in (2, 3):
+        raise _error(f"hidden_states must be [N, H] or [B, S, H], got {list(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise _error(
+            f"vocab_weights must be [V, H] with H = {hidden.shape[-1]} like hidden_states {list(hidden.shape)}, "
+            f"got {list(weight.shape)}"
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise _error(
+            f"labels must be {list(hidden.shape[:-1])} like hidden_states {list(hidden.shape)} without its last "
+            f"dimension, got {list(labels.shape)}"
+        )
+
+
+def _temperature(temperature: float | Tensor | None, labels: Tensor) -> float | Tensor:
+    """A number, or one per row [N]: never anything that could broadcast over the vocabulary."""
+    if temperature is None:
+        return 1.0
+    if not isinstance(temperature, Tensor):
+        try:
+            value = math.nan if isinstance(temperature, (bool, str)) else float(temperature)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not 0.0 < value < math.inf:
+            raise _error(f"temperature must be a finite number above 0, got {temperature!r}")
+        return value
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise _error("temperature requires a gradient, which the head does not compute; pass temperature.detach()")
+    if temperature.dtype not in (*_FLOATS, *_INTEGERS):
+        raise _error(f"temperature must be real numbers, got {temperature.dtype}")
+    rows = labels.numel()
+    shape = tuple(temperature.shape)
+    if shape not in ((), (rows,), (rows, 1), tuple(labels.shape), (*labels.shape, 1)):
+        raise _error(
+            f"temperature must be a number or a tensor of one value per row, [{rows}], [{rows}, 1] or "
+            f"{list(labels.shape)} like labels, got {list(shape)}"
+        )
+    if temperature.device != labels.device and shape != ():
+        raise _error(f"temperature is on {temperature.device}, but labels is on {labels.device}; move one of them")
+    dtype = torch.float64 if temperature.dtype == torch.float64 else torch.float32
+    return temperature.detach().to(labels.device, dtype).reshape(-1).expand(rows)
+
+
+def _check_values(
+    labels: Tensor, ignored: Tensor, temperature: float | Tensor, vocab_size: int, ignore_index: int
+) -> None:
+    """One host synchronisation when all is well; the rest happens only to word the error."""
+    bad_labels = ((labels < 0) | (labels >= vocab_size)) & ~ignored
+    bad = bad_labels
+    if isinstance(temperature, Tensor):
+        bad_temperatures = ~(torch.isfinite(temperature) & (temperature > 0))
+        bad = bad_labels | bad_temperatures
+    if not bool(bad.any()):
+        return
+    if bool(bad_labels.any()):
+        row = int(bad_labels.nonzero()[0])
+        raise _error(
+            f"labels[{row}] = {int(labels[row])} (counted in the flattened labels; {int(bad_labels.sum())} in all) is "
+            f"outside the vocabulary [0, {vocab_size}) and is not ignore_index={ignore_index}. Mark such rows with "
+            "ignore_index, or check that the tokenizer belongs to this model."
+        )
+    assert isinstance(temperature, Tensor)
+    row = int(bad_temperatures.nonzero()[0])
+    raise _error(
+        f"temperature[{row}] = {float(temperature[row])} (counted in the flattened temperature) is not a finite number "
+        "above 0"
+    )

@@ -1,0 +1,237 @@
+"""The PPO output head's API: log-probs and entropy of given tokens from hidden states and the output embedding.
+
+    scores z = cap(logit_scale * (hidden W^T + bias)) / temperature,   cap(u) = softcap * tanh(u / softcap)
+    log_probs = log_softmax(z)[label],   entropy = -sum softmax(z) * log_softmax(z)
+
+The full [N, V] logits never exist, neither in forward nor in backward. Both outputs describe the policy at the given
+temperature; temperature=1.0 gives the model's own, unscaled ones, which is what rollout engines usually report.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from npu_backend.config import read_environment
+from npu_backend.errors import BackendUnavailableError, HeadInputError
+from npu_backend.head import backends, inputs, liger, rows_eager
+from npu_backend.head.chunked import ChunkedHead, Plan
+
+DEFAULT_CHUNK_ROWS = 512
+
+
+class LinearLogProbOutput(NamedTuple):
+    """What the head returns.
+
+    Attributes:
+        log_probs: float32, shaped like the labels; 0 where ignored.
+        entropy: float32 in nats, shaped like the labels, 0 where ignored; None with `calculate_entropy=False`.
+        backend: the backend that really ran: "torch" or "liger".
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    backend: str
+
+
+def linear_log_prob(
+    hidden_states: Tensor,
+    vocab_weights: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor | None = 1.0,
+    bias: Tensor | None = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    calculate_entropy: bool = True,
+    impl_backend: str | None = None,
+    process_group: Any = None,
+    logits_cache_gib: float | str | None = None,
+) -> LinearLogProbOutput:
+    """Log-probs of `labels` and entropy of the policy, with gradients for hidden states, weight and bias.
+
+    Args:
+        hidden_states: [N, H] or [B, S, H], floating point.
+        vocab_weights: [V, H], floating point. Its dtype may differ from the hidden states': inside an autocast region
+            the GEMMs run in the autocast dtype, else in the wider of the two. Gradients come in each tensor's dtype.
+        labels: [N] or [B, S], integers: the token whose log-prob is wanted, already shifted.
+        temperature: a number, a 0-dim tensor, or one value per row: [N], [N, 1] or shaped like labels. None means 1.
+            No gradient flows to it.
+        bias: [V] of the output layer, or None.
+        logit_scale: factor on the logits (Cohere's `logit_scale`, the inverse of Granite's `logits_scaling`), or None.
+        softcap: Gemma's `final_logit_softcapping`, applied after the scale, or None.
+        ignore_index: label of the rows that get zeros, in both directions, and stay in the graph.
+        calculate_entropy: False skips the work for it.
+        impl_backend: "torch", "triton", "liger" or "auto"; None means "torch".
+        process_group: of a vocabulary-parallel weight. Not part of this release unless its size is 1.
+        logits_cache_gib: GiB of logits that may be kept for backward instead of being recomputed. None means
+            NPU_BACKEND_LOGITS_CACHE_GIB, else 0; "auto" is 0 for the torch backend. Results do not depend on it.
+
+    With NPU_BACKEND_BATCH_INVARIANT=1 the torch backend gives each chunk the same number of rows, the last one padded:
+    a row's result, and its hidden state's gradient, are then the same bits alone, moved, or in another batch.
+
+    Raises:
+        HeadInputError: wrong shapes, dtypes, devices or options; a label out of range (its position is named: one host
+            synchronisation, see `npu_backend.head.inputs.trusted_values`); a temperature that is not finite and
+            positive; a weight that FSDP has not gathered.
+        ConfigError: no such backend, or an unknown NPU_BACKEND_* variable.
+        BackendUnavailableError: the backend cannot be used here, or the release does not have what was asked for.
+    """
+    return compute(
+        hidden_states,
+        vocab_weights,
+        labels,
+        temperature=temperature,
+        bias=bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        calculate_entropy=calculate_entropy,
+        impl_backend=impl_backend,
+        process_group=process_group,
+        logits_cache_gib=logits_cache_gib,
+        chunk_rows=DEFAULT_CHUNK_ROWS,
+    )
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor | None = 1.0,
+    reduction: str = "none",
+    dist_process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """verl's Triton head, with its positions: (log_probs, entropy), float32, shaped like `labels`.
+
+    `hidden` [..., H] may carry dimensions of size 1 that `labels` lacks or has elsewhere (Megatron passes [S, 1, H]
+    with [1, S]).
+
+    Raises:
+        HeadInputError: another reduction than "none"; else as `linear_log_prob`.
+    """
+    if reduction != "none":
+        raise HeadInputError(f"linear_cross_entropy: reduction={reduction!r} is not supported; reduce the result")
+    if isinstance(hidden, Tensor) and isinstance(labels, Tensor) and hidden.dim() > 0:
+        rows = [size for size in hidden.shape[:-1] if size != 1]
+        if rows == [size for size in labels.shape if size != 1]:
+            hidden = hidden.reshape(*labels.shape, hidden.shape[-1])
+    log_probs, entropy, _ = linear_log_prob(
+        hidden, weight, labels, temperature=temperature, process_group=dist_process_group
+    )
+    assert entropy is not None
+    return log_probs, entropy
+
+
+def compute(
+    hidden_states: Tensor,
+    vocab_weights: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor | None,
+    bias: Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
+    ignore_index: int,
+    calculate_entropy: bool,
+    impl_backend: str | None,
+    process_group: Any,
+    logits_cache_gib: float | str | None,
+    chunk_rows: int,
+) -> LinearLogProbOutput:
+    """`linear_log_prob` with a chunk size."""
+    backends.check_name(impl_backend)
+    given = inputs.prepare(hidden_states, vocab_weights, labels, temperature, bias, ignore_index)
+    _check_number("logit_scale", logit_scale, positive=False)
+    _check_number("softcap", softcap, positive=True)
+    if process_group is not None and process_group.size() > 1:
+        raise BackendUnavailableError(
+            f"linear_log_prob: process_group of {process_group.size()} ranks asks for a vocabulary-parallel head "
+            "(tensor parallel), which this release does not have. Gather the weight and pass process_group=None."
+        )
+    backend = backends.resolve(impl_backend, given.hidden.device).name
+    dtype = _compute_dtype(given.hidden, given.weight)
+    if backend == "liger":
+        liger.check_options(
+            bias=bias,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            per_row_temperature=given.temperature if isinstance(given.temperature, Tensor) else None,
+        )
+    if backend == "liger" and given.labels.numel() > 0:  # Liger refuses an empty batch
+        log_probs, entropy = liger.log_prob_and_entropy(
+            given.hidden.to(dtype),
+            given.weight.to(dtype),
+            given.labels,
+            temperature=given.temperature,
+            calculate_entropy=calculate_entropy,
+        )
+    else:
+        environment = read_environment()
+        if logits_cache_gib is None:
+            logits_cache_gib = environment.logits_cache_gib
+        plan = Plan(
+            kernels=rows_eager,
+            chunk_rows=chunk_rows,
+            compute_dtype=dtype,
+            logit_scale=1.0 if logit_scale is None else float(logit_scale),
+            softcap=softcap,
+            temperature=_scalar_temperature(given.temperature),
+            calculate_entropy=calculate_entropy,
+            cache_bytes=_cache_bytes(logits_cache_gib),
+        )
+        log_probs, entropy = _chunked(given, plan, batch_invariant=environment.batch_invariant)
+    return LinearLogProbOutput(
+        log_probs.float().reshape(given.shape),
+        None if entropy is None else entropy.float().reshape(given.shape),
+        backend,
+    )
+
+
+def _chunked(given: inputs.HeadInputs, plan: Plan, *, batch_invariant: bool) -> tuple[Tensor, Tensor | None]:
+    labels = given.labels
+    temperatures = given.temperature if isinstance(given.temperature, Tensor) else None
+    if batch_invariant:  # fill the last chunk up with ignored rows
+        missing = -labels.numel() % plan.chunk_rows
+        labels = pad(labels, (0, missing), value=inputs.IGNORED)
+        temperatures = None if temperatures is None else pad(temperatures, (0, missing), value=1.0)
+    log_probs, entropy = ChunkedHead.apply(given.hidden, given.weight, given.bias, labels, temperatures, plan)
+    rows = given.labels.numel()
+    return log_probs[:rows], None if entropy is None else entropy[:rows]
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of the GEMMs: autocast's where it is on (it leaves float64 alone), else the wider of the two."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    if dtype != torch.float64 and torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return dtype
+
+
+def _scalar_temperature(temperature: float | Tensor) -> float | None:
+    return None if isinstance(temperature, Tensor) or temperature == 1.0 else temperature
+
+
+def _check_number(name: str, value: float | None, *, positive: bool) -> None:
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or (positive and value <= 0):
+        kind = "a finite number above 0" if positive else "a finite number"
+        raise HeadInputError(f"linear_log_prob: {name} must be {kind} or None, got {value!r}")
+
+
+def _cache_bytes(logits_cache_gib: float | str | None) -> int:
+    if logits_cache_gib is None or logits_cache_gib == "auto":
+        return 0
+    number = isinstance(logits_cache_gib, (int, float)) and not isinstance(logits_cache_gib, bool)
+    if not number or not 0 <= float(logits_cache_gib) < math.inf:
+        raise HeadInputError(
+            f"linear_log_prob: logits_cache_gib must be 'auto' or a number of GiB, 0 or more, got {logits_cache_gib!r}"
+        )
+    return int(float(logits_cache_gib) * 2**30)

@@ -1,0 +1,66 @@
+"""`FusedLinearForPPO`: the PPO head as the module that verl constructs on every forward and calls through `.forward`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from npu_backend.errors import HeadInputError
+from npu_backend.head import backends
+from npu_backend.head.linear_log_prob import DEFAULT_CHUNK_ROWS, compute
+
+
+class FusedLinearForPPO(nn.Module):
+    """Log-probs and entropy from hidden states and the output embedding's weight. Holds no parameters and no state.
+
+    Args:
+        chunk_size: rows per chunk of the torch backend: more is faster and takes more memory.
+        impl_backend: "torch", "triton", "liger" or "auto"; None means "torch".
+
+    Raises:
+        ConfigError: (a ValueError) no such backend.
+        HeadInputError: `chunk_size` is not a positive integer.
+    """
+
+    def __init__(self, chunk_size: int = DEFAULT_CHUNK_ROWS, impl_backend: str | None = None) -> None:
+        super().__init__()
+        backends.check_name(impl_backend)
+        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+            raise HeadInputError(f"FusedLinearForPPO: chunk_size must be a positive integer, got {chunk_size!r}")
+        self.chunk_size = chunk_size
+        self.impl_backend = impl_backend
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        vocab_weights: Tensor,
+        input_ids: Tensor,
+        temperature: float | Tensor | None = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """(log_probs, entropy), float32, shaped like `input_ids`.
+
+        Args:
+            hidden_states: [N, H] or [B, S, H].
+            vocab_weights: [V, H].
+            input_ids: [N] or [B, S]: the labels, already shifted (verl's name for them).
+            temperature: as in `linear_log_prob`.
+
+        Raises:
+            HeadInputError: as `linear_log_prob`.
+        """
+        log_probs, entropy, _ = compute(
+            hidden_states,
+            vocab_weights,
+            input_ids,
+            temperature=temperature,
+            bias=None,
+            logit_scale=None,
+            softcap=None,
+            ignore_index=-100,
+            calculate_entropy=True,
+            impl_backend=self.impl_backend,
+            process_group=None,
+            logits_cache_gib=None,
+            chunk_rows=self.chunk_size,
+        )
+        assert entropy is not None
+        return log_probs, entropy
