@@ -1,0 +1,132 @@
+"""What every operator asks: of this torch_npu, of a model's activation, of an input, and of the original's signature."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_backend.errors import NPUBackendError, PatchTargetError
+
+DEVICE = "npu"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class OperatorInputError(NPUBackendError, ValueError):
+    """An operator was called with sizes that it has no meaning for. A patched model never does."""
+
+
+# -- torch_npu ----------------------------------------------------------------------------------------------------------
+
+
+def parameters(name: str) -> frozenset[str] | None:
+    """The argument names of `torch_npu.<name>`, of all its overloads together, or None if this torch_npu lacks it."""
+    function = getattr(importlib.import_module("torch_npu"), name, None)
+    if function is None:
+        return None
+    if hasattr(function, "overloads"):
+        schemas = [getattr(function, overload)._schema for overload in function.overloads()]
+        return frozenset(argument.name for schema in schemas for argument in schema.arguments)
+    return frozenset(inspect.signature(function).parameters)
+
+
+def lacks(*names: str) -> str | None:
+    """Why these operators cannot be called here, if one is missing."""
+    missing = [name for name in names if parameters(name) is None]
+    return f"this torch_npu has no {', '.join(missing)}" if missing else None
+
+
+# -- the model ----------------------------------------------------------------------------------------------------------
+
+
+def is_silu(activation: Any) -> bool:
+    """Whether a module's activation is SiLU, under the names that torch and transformers have for it."""
+    return activation is torch.nn.functional.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")
+
+
+def not_silu(hf_config: Any) -> str | None:
+    """Why no part of a model gates with SiLU, if its configuration says so; None where it does not say."""
+    names = sorted({name for name in _activations(hf_config) if isinstance(name, str)})
+    if not names or {"silu", "swish"} & set(names):
+        return None
+    return f"the model's activation is {', '.join(names)}, and npu_swiglu computes SiLU only"
+
+
+def _activations(config: Any, depth: int = 0) -> Iterator[Any]:
+    fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    for name, value in fields.items():
+        if name in ("hidden_act", "hidden_activation"):
+            yield value
+        elif depth < 3 and (isinstance(value, Mapping) or hasattr(value, "model_type")):
+            yield from _activations(value, depth + 1)
+
+
+# -- one input ----------------------------------------------------------------------------------------------------------
+
+
+def why_not(*tensors: Tensor) -> str | None:
+    """Why none of the operators may take these tensors: device, dtype, or nothing to compute."""
+    for tensor in tensors:
+        if tensor.device.type != DEVICE:
+            return f"a tensor is on {tensor.device.type}"
+        if tensor.dtype not in DTYPES:
+            return f"dtype {str(tensor.dtype).removeprefix('torch.')}"
+        if tensor.numel() == 0:
+            return "empty input"
+    return None
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor; without anybody having imported DTensor, it is not."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+# -- the original's signature ---------------------------------------------------------------------------------------------
+
+
+def argument_names(original: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's parameters, in order."""
+    return tuple(inspect.signature(original).parameters)
+
+
+def one_input(original: Callable[..., Any], run: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A method that calls `run(self, x)` and names its one input as the original does.
+
+    Raises:
+        PatchTargetError: the original has other parameters than one known input.
+    """
+
+    def forward_x(self: Any, x: Tensor) -> Tensor:
+        return run(self, x)
+
+    def forward_hidden_states(self: Any, hidden_states: Tensor) -> Tensor:
+        return run(self, hidden_states)
+
+    def forward_hidden_state(self: Any, hidden_state: Tensor) -> Tensor:
+        return run(self, hidden_state)
+
+    forms = {"x": forward_x, "hidden_states": forward_hidden_states, "hidden_state": forward_hidden_state}
+    return pick(original, {("self", name): form for name, form in forms.items()})
+
+
+def pick(original: Callable[..., Any], forms: Mapping[tuple[str, ...], Callable[..., Any]]) -> Callable[..., Any]:
+    """The hand-written form whose parameters are the original's.
+
+    Raises:
+        PatchTargetError: there is none.
+    """
+    names = argument_names(original)
+    if names not in forms:
+        known = "; ".join(f"({', '.join(form)})" for form in forms)
+        raise PatchTargetError(
+            f"{original.__module__}:{original.__qualname__} has the parameters ({', '.join(names)}), for which there is no "
+            f"replacement; known: {known}. Leave this operator out with NPU_BACKEND_SKIP until one is written"
+        )
+    return forms[names]
