@@ -1,7 +1,7 @@
 """What results are compared with: a float64 reference, and a tolerance that comes from eager's own error.
 
-The rule everywhere: a result in some dtype may be off from the float64 reference by a small multiple of what plain eager
-code in that same dtype is off, plus the rounding of the dtype that it is returned in. No magic numbers.
+The rule everywhere: a result in some dtype may be off from the float64 reference by a small multiple of what plain
+eager code in that same dtype is off, plus the rounding of the dtype that it is returned in. No magic numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ def error_bound(eager: Tensor, reference: Tensor, out_dtype: torch.dtype, times:
 
 
 def assert_close_to(
-    value: Tensor, reference: Tensor, eager: Tensor, *, out_dtype: torch.dtype | None = None, what: str = "", times: float = 3.0
+    value: Tensor,
+    reference: Tensor,
+    eager: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    what: str = "",
+    times: float = 3.0,
 ) -> None:
     """Fail unless `value` is as close to the float64 `reference` as the tolerance rule asks."""
     bound = error_bound(eager, reference, out_dtype or value.dtype, times)

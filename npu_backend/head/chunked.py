@@ -28,21 +28,21 @@ from npu_backend.errors import BackendUnavailableError
 
 @dataclass(frozen=True)
 class ScoreTransform:
-    """From logits to scores: z = cap(logit_scale * (logits + bias)) / temperature, cap(u) = softcap * tanh(u / softcap).
+    """Logits to scores: z = cap(logit_scale * (logits + bias)) / temperature, cap(u) = softcap * tanh(u / softcap).
 
     Attributes:
         dtype: in which all of it is computed.
         bias: [V] in `dtype`, or None.
         logit_scale: 1.0 for none.
         softcap: None for none.
-        temperature: one number, or one per row: [M] in `dtype`; None for 1.
+        temperature: one number, 1.0 for none, or one per row: [M] in float32 or float64.
     """
 
     dtype: torch.dtype
     bias: Tensor | None
     logit_scale: float
     softcap: float | None
-    temperature: float | Tensor | None
+    temperature: float | Tensor
 
 
 class RowKernels(Protocol):
@@ -75,7 +75,7 @@ class Plan:
         compute_dtype: of the GEMMs.
         logit_scale: see `ScoreTransform`.
         softcap: see `ScoreTransform`.
-        temperature: a single number; None where it is 1 or given per row.
+        temperature: one number; the function's `temperatures` take its place where they are given.
         calculate_entropy: False skips its work.
         cache_bytes: how many bytes of logits may be kept for backward.
     """
@@ -85,7 +85,7 @@ class Plan:
     compute_dtype: torch.dtype
     logit_scale: float
     softcap: float | None
-    temperature: float | None
+    temperature: float
     calculate_entropy: bool
     cache_bytes: int
 
@@ -147,6 +147,7 @@ class ChunkedHead(torch.autograd.Function):
                     entropy[rows] = of_row
                 if len(cache) < plan.cached_chunks(weight.shape[0]):
                     cache.append(logits)
+                del logits  # before the next chunk's are allocated
         ctx.plan = plan
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, log_probs, entropy, log_sum_exp, *cache)
         return log_probs, entropy
@@ -162,7 +163,7 @@ class ChunkedHead(torch.autograd.Function):
             grads = _gradients(ctx, grad_log_probs, grad_entropy)
         if torch.is_grad_enabled():  # create_graph=True
             upstream = [g for g in (grad_log_probs, grad_entropy) if g is not None]
-            grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *upstream)
+            grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *upstream)  # type: ignore[no-untyped-call]
         return (*grads, None, None, None)
 
 
@@ -201,6 +202,7 @@ def _gradients(
             grad_weight.add_(torch.mm(grad_logits.t(), x))
         if grad_bias is not None:
             grad_bias.add_(grad_logits.sum(dim=0, dtype=plan.score_dtype))
+        del logits, grad_logits  # before the next chunk's are allocated
     return (
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,7 +47,10 @@ class HeadInputs:
         weight: [V, H], as given.
         bias: [V] or None, as given.
         labels: [N] int64; `IGNORED` where the row is ignored.
-        temperature: a number, or one per row: [N] float32 (float64 if given so).
+        temperature: a number; 1.0 where `temperatures` are given.
+        temperatures: [N], one per row, in float32 (float64 if given so), or None.
+        logit_scale: 1.0 for none.
+        softcap: None for none.
         shape: of the caller's labels, which the outputs get too.
     """
 
@@ -54,7 +58,10 @@ class HeadInputs:
     weight: Tensor
     bias: Tensor | None
     labels: Tensor
-    temperature: float | Tensor
+    temperature: float
+    temperatures: Tensor | None
+    logit_scale: float
+    softcap: float | None
     shape: torch.Size
 
 
@@ -64,6 +71,8 @@ def prepare(
     labels: Tensor,
     temperature: float | Tensor | None,
     bias: Tensor | None,
+    logit_scale: float | None,
+    softcap: float | None,
     ignore_index: int,
 ) -> HeadInputs:
     """Check and flatten. Nothing is computed, and nothing is on its way to a device, when this raises.
@@ -83,17 +92,24 @@ def prepare(
             raise _error(f"bias must be [V] = [{vocab_size}] like vocab_weights, got {list(bias.shape)}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise _error(f"ignore_index must be an integer, got {ignore_index!r}")
+    if logit_scale is not None and not _is_finite(logit_scale):
+        raise _error(f"logit_scale must be a finite number or None, got {logit_scale!r}")
+    if softcap is not None and not (_is_finite(softcap) and softcap > 0):
+        raise _error(f"softcap must be a finite number above 0 or None, got {softcap!r}")
+    number, temperatures = _temperature(temperature, labels)
     given = labels.reshape(-1).long()
     ignored = given == ignore_index
-    row_temperature = _temperature(temperature, labels)
     if not torch.compiler.is_compiling() and not _trusted.get():
-        _check_values(given, ignored, row_temperature, vocab_size, ignore_index)
+        _check_values(given, ignored, temperatures, vocab_size, ignore_index)
     return HeadInputs(
         hidden=hidden_states.reshape(-1, hidden_states.shape[-1]),
         weight=vocab_weights,
         bias=bias,
         labels=given.masked_fill(ignored, IGNORED),
-        temperature=row_temperature,
+        temperature=number,
+        temperatures=temperatures,
+        logit_scale=1.0 if logit_scale is None else float(logit_scale),
+        softcap=None if softcap is None else float(softcap),
         shape=labels.shape,
     )
 
@@ -155,43 +171,49 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         )
 
 
-def _temperature(temperature: float | Tensor | None, labels: Tensor) -> float | Tensor:
-    """A number, or one per row [N]: never anything that could broadcast over the vocabulary."""
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _temperature(temperature: float | Tensor | None, labels: Tensor) -> tuple[float, Tensor | None]:
+    """A number and None, or 1.0 and one per row [N]: never anything that could broadcast over the vocabulary."""
     if temperature is None:
-        return 1.0
-    if not isinstance(temperature, Tensor):
-        try:
-            value = math.nan if isinstance(temperature, (bool, str)) else float(temperature)
-        except (TypeError, ValueError):
-            value = math.nan
-        if not 0.0 < value < math.inf:
-            raise _error(f"temperature must be a finite number above 0, got {temperature!r}")
-        return value
+        return 1.0, None
+    if isinstance(temperature, Tensor):
+        rows = _row_temperatures(temperature, labels)
+        if temperature.dim() or temperature.device.type != "cpu" or torch.compiler.is_compiling():
+            return 1.0, rows
+        temperature = temperature.item()  # a number already on the host
+    if not (_is_finite(temperature) and temperature > 0):
+        raise _error(f"temperature must be a finite number above 0, got {temperature!r}")
+    return float(temperature), None
+
+
+def _row_temperatures(temperature: Tensor, labels: Tensor) -> Tensor:
     if temperature.requires_grad and torch.is_grad_enabled():
         raise _error("temperature requires a gradient, which the head does not compute; pass temperature.detach()")
     if temperature.dtype not in (*_FLOATS, *_INTEGERS):
         raise _error(f"temperature must be real numbers, got {temperature.dtype}")
-    rows = labels.numel()
-    shape = tuple(temperature.shape)
-    if shape not in ((), (rows,), (rows, 1), tuple(labels.shape), (*labels.shape, 1)):
+    count, shape = labels.numel(), tuple(temperature.shape)
+    if shape not in ((), (count,), (count, 1), tuple(labels.shape), (*labels.shape, 1)):
         raise _error(
-            f"temperature must be a number or a tensor of one value per row, [{rows}], [{rows}, 1] or "
+            f"temperature must be a number or a tensor of one value per row, [{count}], [{count}, 1] or "
             f"{list(labels.shape)} like labels, got {list(shape)}"
         )
     if temperature.device != labels.device and shape != ():
         raise _error(f"temperature is on {temperature.device}, but labels is on {labels.device}; move one of them")
     dtype = torch.float64 if temperature.dtype == torch.float64 else torch.float32
-    return temperature.detach().to(labels.device, dtype).reshape(-1).expand(rows)
+    return temperature.detach().to(labels.device, dtype).reshape(-1).expand(count)
 
 
 def _check_values(
-    labels: Tensor, ignored: Tensor, temperature: float | Tensor, vocab_size: int, ignore_index: int
+    labels: Tensor, ignored: Tensor, temperatures: Tensor | None, vocab_size: int, ignore_index: int
 ) -> None:
     """One host synchronisation when all is well; the rest happens only to word the error."""
     bad_labels = ((labels < 0) | (labels >= vocab_size)) & ~ignored
     bad = bad_labels
-    if isinstance(temperature, Tensor):
-        bad_temperatures = ~(torch.isfinite(temperature) & (temperature > 0))
+    if temperatures is not None:
+        bad_temperatures = ~(torch.isfinite(temperatures) & (temperatures > 0))
         bad = bad_labels | bad_temperatures
     if not bool(bad.any()):
         return
@@ -202,9 +224,9 @@ def _check_values(
             f"outside the vocabulary [0, {vocab_size}) and is not ignore_index={ignore_index}. Mark such rows with "
             "ignore_index, or check that the tokenizer belongs to this model."
         )
-    assert isinstance(temperature, Tensor)
+    assert temperatures is not None
     row = int(bad_temperatures.nonzero()[0])
     raise _error(
-        f"temperature[{row}] = {float(temperature[row])} (counted in the flattened temperature) is not a finite number "
-        "above 0"
+        f"temperature[{row}] = {float(temperatures[row])} (counted in the flattened temperature) is not a finite "
+        "number above 0"
     )

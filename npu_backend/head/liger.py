@@ -10,9 +10,11 @@ import importlib.metadata
 import importlib.util
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from npu_backend.errors import BackendUnavailableError, HeadInputError
+from npu_backend.head.inputs import IGNORED, HeadInputs
 
 _MODULE = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 _FUNCTION = "LigerFusedLinearScaledCrossEntropyFunction"
@@ -26,45 +28,44 @@ def why_unusable() -> str | None:
     return None
 
 
+def check_options(given: HeadInputs) -> None:
+    """Refuse what Liger's function has no argument for.
+
+    Raises:
+        HeadInputError: names the options.
+    """
+    options = {
+        "bias": given.bias is not None,
+        "logit_scale": given.logit_scale != 1.0,
+        "softcap": given.softcap is not None,
+        "a temperature per row": given.temperatures is not None,
+    }
+    refused = ", ".join(name for name, is_given in options.items() if is_given)
+    if refused:
+        raise HeadInputError(
+            f"linear_log_prob: impl_backend='liger' cannot apply {refused}: Liger's function has no such argument. "
+            "Use impl_backend='torch'."
+        )
+
+
 def log_prob_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float,
-    calculate_entropy: bool,
+    given: HeadInputs, dtype: torch.dtype, *, calculate_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [N] and entropy [N] | None of hidden [N, H], weight [V, H] of one dtype; a negative label is ignored.
+    """Log-probs [N] and entropy [N] | None, by Liger's function in `dtype`.
 
     Raises:
         BackendUnavailableError: the installed Liger lacks the function, or fails to import.
     """
     outputs = _function().apply(
-        hidden.contiguous(),
-        weight.contiguous(),
-        labels,
-        temperature=temperature,
-        ignore_index=-1,
+        given.hidden.to(dtype).contiguous(),
+        given.weight.to(dtype).contiguous(),
+        given.labels,
+        temperature=given.temperature,
+        ignore_index=IGNORED,
         return_entropy=calculate_entropy,
     )
-    if calculate_entropy:
-        negative, entropy = outputs
-        return -negative, entropy
-    return -outputs, None
-
-
-def check_options(**unsupported: Any) -> None:
-    """Refuse what Liger's function cannot compute.
-
-    Raises:
-        HeadInputError: an option is not None.
-    """
-    given = [name for name, value in unsupported.items() if value is not None]
-    if given:
-        raise HeadInputError(
-            f"linear_log_prob: impl_backend='liger' cannot apply {', '.join(given)}: Liger's function has no such "
-            "argument. Use impl_backend='torch'."
-        )
+    negative, entropy = outputs if calculate_entropy else (outputs, None)
+    return -negative, entropy
 
 
 def _function() -> Any:

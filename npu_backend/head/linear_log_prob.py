@@ -107,7 +107,7 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """verl's Triton head, with its positions: (log_probs, entropy), float32, shaped like `labels`.
+    """(log_probs, entropy), float32, shaped like `labels`: verl's Triton head, with its positional arguments.
 
     `hidden` [..., H] may carry dimensions of size 1 that `labels` lacks or has elsewhere (Megatron passes [S, 1, H]
     with [1, S]).
@@ -133,59 +133,46 @@ def compute(
     vocab_weights: Tensor,
     labels: Tensor,
     *,
-    temperature: float | Tensor | None,
-    bias: Tensor | None,
-    logit_scale: float | None,
-    softcap: float | None,
-    ignore_index: int,
-    calculate_entropy: bool,
-    impl_backend: str | None,
-    process_group: Any,
-    logits_cache_gib: float | str | None,
-    chunk_rows: int,
+    temperature: float | Tensor | None = 1.0,
+    bias: Tensor | None = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    calculate_entropy: bool = True,
+    impl_backend: str | None = None,
+    process_group: Any = None,
+    logits_cache_gib: float | str | None = None,
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> LinearLogProbOutput:
-    """`linear_log_prob` with a chunk size."""
+    """`linear_log_prob` with a chunk size: M, the rows of a chunk."""
     backends.check_name(impl_backend)
-    given = inputs.prepare(hidden_states, vocab_weights, labels, temperature, bias, ignore_index)
-    _check_number("logit_scale", logit_scale, positive=False)
-    _check_number("softcap", softcap, positive=True)
+    cache_bytes = _cache_bytes(logits_cache_gib)
+    given = inputs.prepare(hidden_states, vocab_weights, labels, temperature, bias, logit_scale, softcap, ignore_index)
     if process_group is not None and process_group.size() > 1:
         raise BackendUnavailableError(
             f"linear_log_prob: process_group of {process_group.size()} ranks asks for a vocabulary-parallel head "
             "(tensor parallel), which this release does not have. Gather the weight and pass process_group=None."
         )
     backend = backends.resolve(impl_backend, given.hidden.device).name
+    if backend == "liger":
+        liger.check_options(given)
+        if given.labels.numel() == 0:
+            backend = "torch"  # Liger refuses an empty batch; the graph still has to reach the weight
     dtype = _compute_dtype(given.hidden, given.weight)
     if backend == "liger":
-        liger.check_options(
-            bias=bias,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            per_row_temperature=given.temperature if isinstance(given.temperature, Tensor) else None,
-        )
-    if backend == "liger" and given.labels.numel() > 0:  # Liger refuses an empty batch
-        log_probs, entropy = liger.log_prob_and_entropy(
-            given.hidden.to(dtype),
-            given.weight.to(dtype),
-            given.labels,
-            temperature=given.temperature,
-            calculate_entropy=calculate_entropy,
-        )
+        log_probs, entropy = liger.log_prob_and_entropy(given, dtype, calculate_entropy=calculate_entropy)
     else:
-        environment = read_environment()
-        if logits_cache_gib is None:
-            logits_cache_gib = environment.logits_cache_gib
         plan = Plan(
             kernels=rows_eager,
             chunk_rows=chunk_rows,
             compute_dtype=dtype,
-            logit_scale=1.0 if logit_scale is None else float(logit_scale),
-            softcap=softcap,
-            temperature=_scalar_temperature(given.temperature),
+            logit_scale=given.logit_scale,
+            softcap=given.softcap,
+            temperature=given.temperature,
             calculate_entropy=calculate_entropy,
-            cache_bytes=_cache_bytes(logits_cache_gib),
+            cache_bytes=cache_bytes if _needs_backward(given) else 0,
         )
-        log_probs, entropy = _chunked(given, plan, batch_invariant=environment.batch_invariant)
+        log_probs, entropy = _chunked(given, plan)
     return LinearLogProbOutput(
         log_probs.float().reshape(given.shape),
         None if entropy is None else entropy.float().reshape(given.shape),
@@ -193,16 +180,22 @@ def compute(
     )
 
 
-def _chunked(given: inputs.HeadInputs, plan: Plan, *, batch_invariant: bool) -> tuple[Tensor, Tensor | None]:
-    labels = given.labels
-    temperatures = given.temperature if isinstance(given.temperature, Tensor) else None
-    if batch_invariant:  # fill the last chunk up with ignored rows
+def _chunked(given: inputs.HeadInputs, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    labels, temperatures = given.labels, given.temperatures
+    if read_environment().batch_invariant:  # fill the last chunk up with ignored rows
         missing = -labels.numel() % plan.chunk_rows
         labels = pad(labels, (0, missing), value=inputs.IGNORED)
         temperatures = None if temperatures is None else pad(temperatures, (0, missing), value=1.0)
-    log_probs, entropy = ChunkedHead.apply(given.hidden, given.weight, given.bias, labels, temperatures, plan)
+    log_probs, entropy = ChunkedHead.apply(  # type: ignore[no-untyped-call]
+        given.hidden, given.weight, given.bias, labels, temperatures, plan
+    )
     rows = given.labels.numel()
     return log_probs[:rows], None if entropy is None else entropy[:rows]
+
+
+def _needs_backward(given: inputs.HeadInputs) -> bool:
+    tensors = (given.hidden, given.weight, given.bias)
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -213,20 +206,9 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return dtype
 
 
-def _scalar_temperature(temperature: float | Tensor) -> float | None:
-    return None if isinstance(temperature, Tensor) or temperature == 1.0 else temperature
-
-
-def _check_number(name: str, value: float | None, *, positive: bool) -> None:
-    if value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or (positive and value <= 0):
-        kind = "a finite number above 0" if positive else "a finite number"
-        raise HeadInputError(f"linear_log_prob: {name} must be {kind} or None, got {value!r}")
-
-
 def _cache_bytes(logits_cache_gib: float | str | None) -> int:
+    if logits_cache_gib is None:
+        logits_cache_gib = read_environment().logits_cache_gib
     if logits_cache_gib is None or logits_cache_gib == "auto":
         return 0
     number = isinstance(logits_cache_gib, (int, float)) and not isinstance(logits_cache_gib, bool)

@@ -1,4 +1,4 @@
-"""`FusedLinearForPPO`: the PPO head as the module that verl constructs on every forward and calls through `.forward`."""
+"""`FusedLinearForPPO`: the PPO head as the module that verl constructs for every forward and calls by `.forward`."""
 
 from __future__ import annotations
 
@@ -52,14 +52,7 @@ class FusedLinearForPPO(nn.Module):
             vocab_weights,
             input_ids,
             temperature=temperature,
-            bias=None,
-            logit_scale=None,
-            softcap=None,
-            ignore_index=-100,
-            calculate_entropy=True,
             impl_backend=self.impl_backend,
-            process_group=None,
-            logits_cache_gib=None,
             chunk_rows=self.chunk_size,
         )
         assert entropy is not None

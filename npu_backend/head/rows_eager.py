@@ -12,10 +12,12 @@ All statistics are in `to_scores.dtype`: float32, or float64 for float64 inputs.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from npu_backend.head.chunked import ScoreTransform
+if TYPE_CHECKING:
+    from npu_backend.head.chunked import ScoreTransform
 
 # exp of it is 0 even in float64, and 0 times it is 0: it stands for -inf where -inf would make 0 * inf = NaN.
 _NEVER = -1000.0
@@ -93,15 +95,13 @@ def _scores(logits: Tensor, to_scores: ScoreTransform) -> tuple[Tensor, Tensor |
     if to_scores.softcap is not None:
         saturation = z.div_(to_scores.softcap).tanh_()
         z = saturation * to_scores.softcap
-    if to_scores.temperature is not None:
-        z.div_(_column(to_scores.temperature))
+    z = _divide(z, to_scores.temperature)
     return z, saturation
 
 
 def _scores_backward(grad: Tensor, saturation: Tensor | None, to_scores: ScoreTransform) -> Tensor:
     """The same chain backwards, in place."""
-    if to_scores.temperature is not None:
-        grad.div_(_column(to_scores.temperature))
+    grad = _divide(grad, to_scores.temperature)
     if saturation is not None:
         grad.mul_(saturation.square_().neg_().add_(1.0))
     if to_scores.logit_scale != 1.0:
@@ -109,5 +109,7 @@ def _scores_backward(grad: Tensor, saturation: Tensor | None, to_scores: ScoreTr
     return grad
 
 
-def _column(temperature: float | Tensor) -> float | Tensor:
-    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
+def _divide(z: Tensor, temperature: float | Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        return z.div_(temperature[:, None])
+    return z if temperature == 1.0 else z.div_(temperature)

@@ -28,7 +28,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.seen: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen[str(func)] += 1
         return func(*args, **(kwargs or {}))
 

@@ -141,8 +141,11 @@ def test_liger_gives_what_torch_gives(dtype: torch.dtype, shape: tuple[int, ...]
 
 
 @pytest.mark.usefixtures("installed_liger")
-@pytest.mark.parametrize("option", [{"bias": torch.zeros(101)}, {"softcap": 3.0}, {"logit_scale": 2.0}, {"temperature": torch.ones(20)}])
+@pytest.mark.parametrize(
+    "option",
+    [{"bias": torch.zeros(101)}, {"softcap": 3.0}, {"logit_scale": 2.0}, {"temperature": torch.ones(20)}],
+)
 def test_what_liger_cannot_compute_is_refused(option: dict[str, object]) -> None:
-    name = {"temperature": "per_row_temperature"}.get(next(iter(option)), next(iter(option)))
+    (name,) = ["a temperature per row" if key == "temperature" else key for key in option]
     with pytest.raises(HeadInputError, match=f"'liger' cannot apply {name}"):
         run("liger", head_case(20, **option))

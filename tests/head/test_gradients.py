@@ -213,7 +213,9 @@ def test_a_second_derivative_is_refused_by_name() -> None:
     hidden = case.hidden.clone().requires_grad_()
     log_probs, _ = head(replace(case, hidden=hidden))
     (first,) = torch.autograd.grad(log_probs.sum(), hidden, create_graph=True)
-    assert torch.equal(first, run_head(replace(case, grad_log_probs=torch.ones(10), grad_entropy=None), head)["grad_hidden"])
+    assert torch.equal(
+        first, run_head(replace(case, grad_log_probs=torch.ones(10), grad_entropy=None), head)["grad_hidden"]
+    )
     with pytest.raises(NPUBackendError, match="linear_log_prob has no second derivative"):
         first.square().sum().backward()
 
@@ -238,5 +240,5 @@ def test_a_weight_changed_before_backward_is_noticed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weight_gradient_over_many_chunks_is_rounded_once(dtype: torch.dtype) -> None:
-    """Summing 32 chunks in bfloat16 would lose what this keeps: eager's one GEMM is the yardstick."""
-    assert_head_matches(head_case(16384, hidden_size=16, vocab_size=32, dtype=dtype), head, times=1.5)
+    """Summing 16 chunks in bfloat16 would lose what this keeps: eager's one GEMM is the yardstick."""
+    assert_head_matches(head_case(8192, hidden_size=16, vocab_size=32, dtype=dtype), head, times=1.5)

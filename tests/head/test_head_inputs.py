@@ -63,7 +63,7 @@ def test_temperature_none_is_one() -> None:
 @pytest.mark.parametrize("bad", [0, 0.0, -1, float("nan"), float("inf"), -float("inf")])
 def test_temperature_that_is_not_finite_and_positive(bad: float) -> None:
     for temperature in (bad, torch.tensor(float(bad))):
-        with pytest.raises(ValueError, match="temperature.*above 0"):
+        with pytest.raises(ValueError, match=r"temperature.*above 0"):
             head(head_case(20, temperature=temperature))
     vector = torch.ones(20)
     vector[13] = bad
@@ -149,15 +149,15 @@ def test_tensor_parallel_is_refused_by_name() -> None:
 def test_the_missing_argument_is_named() -> None:
     case = head_case(10)
     module = npu_backend.FusedLinearForPPO()
-    with pytest.raises(HeadInputError, match="labels is missing.*input_ids"):
+    with pytest.raises(HeadInputError, match=r"labels is missing.*input_ids"):
         npu_backend.linear_log_prob(case.hidden, case.weight, None)
-    with pytest.raises(HeadInputError, match="labels is missing.*input_ids"):
+    with pytest.raises(HeadInputError, match=r"labels is missing.*input_ids"):
         module.forward(case.hidden, case.weight, None)
     with pytest.raises(TypeError, match="labels"):
         npu_backend.linear_log_prob(case.hidden, case.weight)
     with pytest.raises(TypeError, match="input_ids"):
         module.forward(case.hidden, case.weight)
-    with pytest.raises(HeadInputError, match="vocab_weights is missing.*get_output_embeddings"):
+    with pytest.raises(HeadInputError, match=r"vocab_weights is missing.*get_output_embeddings"):
         npu_backend.linear_log_prob(case.hidden, None, case.labels)
     with pytest.raises(HeadInputError, match="hidden_states is missing"):
         npu_backend.linear_log_prob(None, case.weight, case.labels)
@@ -180,8 +180,14 @@ _BAD = {
     "hidden 4-D": ({"hidden": torch.zeros(1, 1, 10, 64)}, "hidden_states must be"),
     "hidden a list": ({"hidden": [1.0]}, "hidden_states must be a tensor, got list"),
     "hidden integers": ({"hidden": torch.zeros(10, 64, dtype=torch.int64)}, "hidden_states must have a floating-point"),
-    "hidden complex": ({"hidden": torch.zeros(10, 64, dtype=torch.complex64)}, "hidden_states must have a floating-point"),
-    "hidden float8": ({"hidden": torch.zeros(10, 64).to(torch.float8_e4m3fn)}, "hidden_states must have a floating-point"),
+    "hidden complex": (
+        {"hidden": torch.zeros(10, 64, dtype=torch.complex64)},
+        "hidden_states must have a floating-point",
+    ),
+    "hidden float8": (
+        {"hidden": torch.zeros(10, 64).to(torch.float8_e4m3fn)},
+        "hidden_states must have a floating-point",
+    ),
     "weight transposed": ({"weight": torch.zeros(64, 101)}, r"\[V, H\] with H = 64.*got \[64, 101\]"),
     "weight 3-D": ({"weight": torch.zeros(1, 101, 64)}, r"vocab_weights must be \[V, H\]"),
     "weight int8": ({"weight": torch.zeros(101, 64, dtype=torch.int8)}, "vocab_weights must have a floating-point"),

@@ -27,10 +27,6 @@ def head_with_chunks_of(chunk_rows: int):
             case.weight,
             case.labels,
             **case.options(),
-            calculate_entropy=True,
-            impl_backend=None,
-            process_group=None,
-            logits_cache_gib=None,
             chunk_rows=chunk_rows,
         )[:2]
 
@@ -39,7 +35,7 @@ def head_with_chunks_of(chunk_rows: int):
 
 @pytest.mark.case("D01")
 @pytest.mark.parametrize("vocab_size", [97, 1000, 32000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_are_never_positive_and_match(vocab_size: int, dtype: torch.dtype) -> None:
     got = assert_head_matches(head_case(64, hidden_size=128, vocab_size=vocab_size, dtype=dtype), head)
     assert got["log_probs"].max() <= 0
@@ -78,7 +74,9 @@ def test_per_token_gradients_of_any_sign_and_zeros(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("log_probs_used", "entropy_used"), [(True, False), (False, True), (True, True)], ids=["log_probs", "entropy", "both"]
+    ("log_probs_used", "entropy_used"),
+    [(True, False), (False, True), (True, True)],
+    ids=["log_probs", "entropy", "both"],
 )
 def test_either_output_alone_may_be_used(log_probs_used: bool, entropy_used: bool) -> None:
     case = head_case(40)
@@ -160,7 +158,7 @@ def test_rows_far_beyond_what_32_bits_can_index() -> None:
     weight[-1] = 12.0
     labels = torch.full((rows,), inputs.IGNORED)
     labels[-1] = vocab_size - 1
-    plan = Plan(rows_eager, 512, torch.float32, 1.0, None, None, False, 0)
+    plan = Plan(rows_eager, 512, torch.float32, 1.0, None, 1.0, False, 0)
     chunks = list(plan.chunks(rows))
     assert chunks[0].start == 0
     assert chunks[-1].stop == rows
@@ -171,7 +169,7 @@ def test_rows_far_beyond_what_32_bits_can_index() -> None:
     assert abs(float(log_probs[-1]) - float(expected)) < 1e-5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(0, 40),
     vocab_size=st.integers(1, 50),
