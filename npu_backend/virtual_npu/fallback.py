@@ -20,13 +20,14 @@ Kernel = Callable[..., Any]
 
 # Allocation, storage and metadata: torch_npu's own code works on the software runtime as it is.
 _KEPT_ATEN = frozenset(
-    "_pin_memory _reshape_alias _resize_output_ as_strided as_strided_ contiguous empty empty_like empty_strided is_pinned "
+    "_pin_memory _reshape_alias _resize_output_ new_empty_strided as_strided as_strided_ contiguous empty empty_like empty_strided is_pinned "
     "is_set_to record_stream resize_ resize_as_ set_ squeeze unfold unsqueeze view view_as_complex view_as_real".split()
 )
 _KEPT_NPU = frozenset(
-    "copy_memory_ empty_with_format get_npu_format get_storage_size npu_change_data_ptr npu_format_cast npu_format_cast_ "
-    "_npu_format_cast unsafe_empty_with_format".split()
+    "copy_memory_ empty_with_format get_npu_format get_storage_size npu_change_data_ptr unsafe_empty_with_format".split()
 )
+# Operators that take a CPU tensor beside device tensors: the batch sizes of a packed sequence.
+_MIXED_DEVICES = frozenset({"aten::lstm", "aten::gru", "aten::_pack_padded_sequence", "aten::_pad_packed_sequence"})
 _libraries: list[torch.library.Library] = []
 _installed = False
 
@@ -105,10 +106,13 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
     written = [_written_argument(schema, result) for result in schema.returns]
     seeded = torch.Tag.nondeterministic_seeded in op.tags
     label = _label(op)
+    checked = label.partition(".")[0] not in _MIXED_DEVICES
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         registry.count(label)
         device = _device_of(args) or _device_of(kwargs.values()) or torch.device("npu", torch.npu.current_device())
+        if checked:
+            _check_one_device(label, device, args, kwargs)
         cpu_args = [to_cpu(value) for value in args]
         cpu_kwargs = {name: to_cpu(value) for name, value in kwargs.items()}
         outs = []
@@ -132,6 +136,16 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
             return _results(result, written, names, args, kwargs, device)
 
     return kernel
+
+
+def _check_one_device(label: str, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The device refuses operands that live elsewhere; on shared memory they would silently work. Scalars may be on the CPU."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.device != device and (value.dim() or value.device.type == "npu"):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, {device} and {value.device}! "
+                f"({label})"
+            )
 
 
 def _written_argument(schema: Any, result: Any) -> int | None:
@@ -226,7 +240,7 @@ def _implement_reference(reference: registry.Reference) -> None:
 
 def _reference_kernel(reference: registry.Reference) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        registry.count(reference.name)
+        registry.count(reference.counted_as)
         device = _device_of(args) or _device_of(kwargs.values()) or torch.device("npu", torch.npu.current_device())
         # No torch function: `with torch.device("npu")` must not put the reference's own tensors on the device.
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
@@ -253,7 +267,7 @@ def _recomputed(reference: registry.Reference) -> Kernel:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            registry.count(f"{reference.name}:backward")
+            registry.count(f"{reference.counted_as}_backward")
             args = list(ctx.others)
             for i, saved in zip(ctx.tensors, ctx.saved_tensors):
                 args[i] = alias(saved).detach().requires_grad_(ctx.needs_input_grad[i + 1])

@@ -34,12 +34,14 @@ class Reference:
     """One operator's CPU function.
 
     `differentiable`: torch_npu has no usable autograd formula for it (it calls device kernels directly), so the gradient is
-    that of the reference, which is recomputed on the CPU in backward.
+    that of the reference, which is recomputed on the CPU in backward. `counted_as`: the name in `calls()`, where torch_npu
+    calls an inner operator of another name.
     """
 
     name: str
     function: Callable[..., Any]
     differentiable: bool = False
+    counted_as: str = ""
 
 
 REFERENCES: dict[str, Reference] = {}
@@ -47,12 +49,15 @@ _calls: Counter[str] = Counter()
 _listeners: list[Callable[[Reference], None]] = []
 
 
-def register_reference(name: str, *, differentiable: bool = False, replace: bool = False) -> Callable[[Function], Function]:
+def register_reference(
+    name: str, *, differentiable: bool = False, counted_as: str = "", replace: bool = False
+) -> Callable[[Function], Function]:
     """Declare a function as the CPU reference of an operator; a decorator.
 
     Args:
         name: the dispatcher's name, `npu::npu_swiglu` or `npu::npu_grouped_matmul.List`.
         differentiable: take the gradient from the reference instead of torch_npu's own formula.
+        counted_as: the name in `calls()`, when it is not `name`.
         replace: allow that the operator has a reference already.
 
     Raises:
@@ -64,7 +69,7 @@ def register_reference(name: str, *, differentiable: bool = False, replace: bool
         raise ConfigError(f"{name} has a reference already ({REFERENCES[name].function.__module__}); pass replace=True")
 
     def declare(function: Function) -> Function:
-        REFERENCES[name] = Reference(name, function, differentiable)
+        REFERENCES[name] = Reference(name, function, differentiable, counted_as or name)
         for listener in _listeners:
             listener(REFERENCES[name])
         return function

@@ -24,8 +24,9 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.T
 
 
 def _clone(tensor: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
-    new = torch.empty_like(tensor, memory_format=memory_format or torch.preserve_format)
-    return _copy(new, tensor)
+    values = alias(tensor)
+    new = torch.empty_like(values, device=tensor.device, memory_format=memory_format or torch.preserve_format)
+    return _copy(new, values)
 
 
 def _to_copy(
@@ -38,9 +39,10 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    format_ = memory_format or torch.preserve_format
-    new = torch.empty_like(tensor, dtype=dtype, device=device, pin_memory=bool(pin_memory), memory_format=format_)
-    return _copy(new, tensor)
+    values, format_ = alias(tensor), memory_format or torch.preserve_format
+    target = device or tensor.device
+    new = torch.empty_like(values, dtype=dtype, device=target, pin_memory=bool(pin_memory), memory_format=format_)
+    return _copy(new, values)
 
 
 def _item(tensor: torch.Tensor) -> Any:
@@ -88,6 +90,23 @@ def _in_dtype(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return product
 
 
+# Codes of c10::ScalarType, by which npu_dtype_cast names a dtype.
+_DTYPES = {
+    0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32,
+    7: torch.float64, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
+}  # fmt: skip
+
+
+def _dtype_cast(tensor: torch.Tensor, dtype: torch.dtype | int, *ignored: Any) -> torch.Tensor:
+    """A cast and its backward; called by torch_npu's own autocast helpers."""
+    return _to_copy(tensor, dtype=_DTYPES[dtype] if isinstance(dtype, int) else dtype)
+
+
+def _format_cast(tensor: torch.Tensor, *ignored: Any, **also_ignored: Any) -> torch.Tensor:
+    """Memory formats other than the plain one do not exist here, so a cast to one changes nothing."""
+    return tensor
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "aten::copy_": _copy,
     "aten::_copy_from": _copy_from,
@@ -97,6 +116,14 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "aten::_local_scalar_dense": _item,
     "aten::histc": _histc,
     "aten::matmul_backward": _matmul_backward,
+    "npu::npu_dtype_cast": _dtype_cast,
+    "npu::npu_dtype_cast_backward": _dtype_cast,
+    "npu::_npu_dtype_cast": _dtype_cast,
+    "npu::_npu_dtype_cast_backward": _dtype_cast,
+    "npu::npu_format_cast": _format_cast,
+    "npu::npu_format_cast_": _format_cast,
+    "npu::npu_format_cast_.acl_format": _format_cast,
+    "npu::_npu_format_cast": _format_cast,
     "aten::mm.dtype": _in_dtype(torch.mm),
     "aten::bmm.dtype": _in_dtype(torch.bmm),
     "aten::addmm.dtype": _in_dtype(torch.addmm),

@@ -27,6 +27,8 @@ typedef unsigned aclrtEventRecordedStatus, aclrtEventWaitStatus, aclrtMemLocatio
 typedef int aclCannAttr, aclDeviceInfo; /* enums with a negative member */
 typedef struct aclrtMallocConfig aclrtMallocConfig;
 typedef union { uint64_t failure_mode; uint32_t reserve[4]; } aclrtStreamAttrValue;
+typedef unsigned aclCANNPackageName;
+typedef struct { char version[128], major[64], minor[64], release[64], patch[64], reserved[128]; } aclCANNPackageVersion;
 typedef struct { uint32_t id; aclrtMemLocationType type; } aclrtMemLocation;
 typedef struct { aclrtMemLocation location; uint32_t pageSize; uint32_t rsv[4]; } aclrtPtrAttributes;
 #endif

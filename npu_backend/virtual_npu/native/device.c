@@ -7,6 +7,8 @@
 #include <string.h>
 #include <time.h>
 
+#define CANN_VERSION "8.5.0" /* what this runtime says it is */
+
 static __thread int current_device = -1;
 static __thread char recent_error[512];
 
@@ -150,8 +152,23 @@ aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t *va
 aclError aclGetDeviceCapability(uint32_t device, aclDeviceInfo info, int64_t *value) {
     aclError error = check_device(device);
     if (error) return error;
-    if ((int)info != 0 && (int)info != 1) return vnpu_error(VNPU_NOT_SUPPORTED, "capability %d is not known", (int)info);
-    *value = cores((int)info == 1);
+    switch ((int)info) {
+        case 0: *value = cores(0); return VNPU_OK;
+        case 1: *value = cores(1); return VNPU_OK;
+        case 2: *value = 0; return VNPU_OK; /* the L2 cache is not modelled */
+        default: return vnpu_error(VNPU_NOT_SUPPORTED, "capability %d is not known", (int)info);
+    }
+}
+
+/* torch_npu chooses between old and new behaviour by CANN's version; without one it assumes the oldest. */
+aclError aclsysGetVersionStr(char *package, char *version) {
+    strcpy(version, CANN_VERSION);
+    return VNPU_OK;
+}
+
+aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion *version) {
+    memset(version, 0, sizeof *version);
+    strcpy(version->version, CANN_VERSION);
     return VNPU_OK;
 }
 

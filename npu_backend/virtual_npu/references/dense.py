@@ -120,20 +120,3 @@ def npu_rotary_mul_backward(
     dx = dy * r1.float() - _rotate(dy * r2.float(), rotary_mode)
     dr1, dr2 = (dy * wide).sum_to_size(r1.shape), (dy * _rotate(wide, rotary_mode)).sum_to_size(r2.shape)
     return dx.to(x.dtype), dr1.to(r1.dtype), dr2.to(r2.dtype)
-
-
-# ---- dtype cast: what torch_npu's autocast calls ----
-
-
-@register_reference("npu::_npu_dtype_cast")
-@register_reference("npu::npu_dtype_cast")
-def npu_dtype_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in another dtype."""
-    return x.to(dtype)
-
-
-@register_reference("npu::_npu_dtype_cast_backward")
-@register_reference("npu::npu_dtype_cast_backward")
-def npu_dtype_cast_backward(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient in the dtype that the input had."""
-    return grad.to(dtype)

@@ -129,11 +129,20 @@ def npu_moe_token_permute_grad(
 ) -> torch.Tensor:
     """Gradient of the tokens: the sum over the places that each one went to; dropped places count nothing."""
     top_k = _check_permute("npu_moe_token_permute_grad", tokens, indices, padded_mode)
-    places = sorted_indices.long()
-    gathered = torch.zeros(places.numel(), grad.shape[-1], dtype=torch.float32)
-    kept = places < grad.shape[0]
-    gathered[kept] = grad.float()[places[kept]]
-    return gathered.view(-1, top_k, grad.shape[-1]).sum(1).to(tokens.dtype)
+    return _sum_over_experts(grad, sorted_indices, top_k).to(tokens.dtype)
+
+
+@register_reference("npu::npu_moe_token_permute_grad_v2", counted_as="npu::npu_moe_token_permute_grad")
+def npu_moe_token_permute_grad_v2(
+    grad: torch.Tensor, sorted_indices: torch.Tensor, rows: int, dtype: torch.dtype, top_k: int, padded_mode: bool = False
+) -> torch.Tensor:
+    """The same without the tokens themselves: only their number and dtype are needed."""
+    need(not padded_mode, "npu_moe_token_permute_grad_v2", "padded_mode=True is not supported")
+    return _sum_over_experts(grad, sorted_indices, top_k).to(dtype)
+
+
+def _sum_over_experts(grad: torch.Tensor, sorted_indices: torch.Tensor, top_k: int) -> torch.Tensor:
+    return _in_token_order(grad.float(), sorted_indices).view(-1, top_k, grad.shape[-1]).sum(1)
 
 
 def _check_unpermute(
@@ -175,7 +184,20 @@ def npu_moe_token_unpermute(
     return weighed.sum(1).to(permuted.dtype)
 
 
+@register_reference("npu::_npu_moe_token_unpermute", counted_as="npu::npu_moe_token_unpermute")
+def _npu_moe_token_unpermute(
+    permuted: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch_npu's autograd calls: the result, and the permuted tokens that backward needs."""
+    return npu_moe_token_unpermute(permuted, sorted_indices, probs, padded_mode, restore_shape), permuted
+
+
 def _in_token_order(permuted: torch.Tensor, sorted_indices: torch.Tensor) -> torch.Tensor:
+    """Row i is the permuted row that place i went to, or zeros if it was dropped."""
     places = sorted_indices.long()
     if places.numel() == permuted.shape[0]:
         return permuted[places]
@@ -195,12 +217,45 @@ def npu_moe_token_unpermute_grad(
     """Gradients of the permuted tokens and of the probabilities (empty without them)."""
     name = "npu_moe_token_unpermute_grad"
     top_k = _check_unpermute(name, permuted, sorted_indices, probs, padded_mode, restore_shape)
+    grad_permuted, grad_probs = _unpermute_gradients(grad, sorted_indices, permuted.shape[0], probs, top_k, permuted)
+    return grad_permuted.to(permuted.dtype), grad_probs
+
+
+@register_reference("npu::npu_moe_token_unpermute_grad_v2", counted_as="npu::npu_moe_token_unpermute_grad")
+def npu_moe_token_unpermute_grad_v2(
+    grad: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    permuted_rows: int,
+    permuted_dtype: torch.dtype,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+    permuted: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same; without probabilities the permuted tokens are not needed and not given."""
+    name = "npu_moe_token_unpermute_grad_v2"
+    need(not padded_mode and restore_shape is None, name, "padded_mode=True is not supported")
+    need(probs is None or permuted is not None, name, "probs need permuted_tokens")
+    top_k = 1 if probs is None else probs.shape[1]
+    grad_permuted, grad_probs = _unpermute_gradients(grad, sorted_indices, permuted_rows, probs, top_k, permuted)
+    return grad_permuted.to(permuted_dtype), grad_probs
+
+
+def _unpermute_gradients(
+    grad: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    rows: int,
+    probs: torch.Tensor | None,
+    top_k: int,
+    permuted: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     spread = grad.float().repeat_interleave(top_k, 0)
     weighed = spread if probs is None else spread * probs.float().reshape(-1, 1)
-    kept = sorted_indices.long() < permuted.shape[0]
-    grad_permuted = torch.zeros(permuted.shape, dtype=torch.float32)
-    grad_permuted[sorted_indices.long()[kept]] = weighed[kept]
-    if probs is None:
-        return grad_permuted.to(permuted.dtype), grad.new_empty(0)
+    places = sorted_indices.long()
+    kept = places < rows
+    grad_permuted = torch.zeros(rows, grad.shape[-1])
+    grad_permuted[places[kept]] = weighed[kept]
+    if probs is None or permuted is None:
+        return grad_permuted, grad.new_empty(0)
     grad_probs = (spread * _in_token_order(permuted.float(), sorted_indices)).sum(-1)
-    return grad_permuted.to(permuted.dtype), grad_probs.view_as(probs).to(probs.dtype)
+    return grad_permuted, grad_probs.view_as(probs).to(probs.dtype)
