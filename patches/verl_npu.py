@@ -1,6 +1,6 @@
-"""The set `verl_npu`: this package's own operators, on top of torch_npu's, in the model families that verl trains and a few more.
+"""The set `verl_npu`: our operators on top of torch_npu's, in the families that verl trains and a few more.
 
-A table. `_norm`, `_mlp`, `_rotary` and `_moe` only spell out what records of one kind share; every record keeps a reason of
+A table. `_norm`, `_mlp`, `_rotary` and `_moe` only spell out what records of one kind share; a record has a reason of
 its own where its family has one. Gemma 2's MLP has no record: it gates with GELU, which npu_swiglu does not compute.
 """
 
@@ -61,7 +61,7 @@ _GATED = "npu_rms_norm for the norm of the linear attention; its gate stays as i
 
 
 def _moe(family: str, name: str, *aliases: str) -> tuple[Patch, Patch]:
-    """Transformers 5 has a registry of expert implementations, whose entry all families share; transformers 4 has none."""
+    """Transformers 5 has a registry of implementations, with one entry for all families; transformers 4 has none."""
     registry = Patch(
         target="transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS[grouped_mm]",
         replacement=f"{_OPERATORS}.sparse_moe:registered",
@@ -69,7 +69,7 @@ def _moe(family: str, name: str, *aliases: str) -> tuple[Patch, Patch]:
         op="sparse_moe",
         family=family,
         why="torch's grouped_mm has no npu kernel: transformers would run a loop of small products",
-        upstream="verl#6707, ms-swift#8207: experts became fused parameters in transformers 5, with weights as [E, out, in]",
+        upstream="verl#6707, ms-swift#8207: experts became fused parameters in transformers 5, stored [E, out, in]",
         remove_when="transformers registers an experts implementation for npu",
     )
     experts = Patch(

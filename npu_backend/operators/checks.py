@@ -1,4 +1,4 @@
-"""What every operator asks: of this torch_npu, of a model's activation, of an input, and of the original's signature."""
+"""What every operator asks: of this torch_npu, of the model's activation, of an input, of the original's signature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OperatorInputError(NPUBackendError, ValueError):
     """An operator was called with sizes that it has no meaning for. A patched model never does."""
 
 
-# -- torch_npu ----------------------------------------------------------------------------------------------------------
+# -- torch_npu --------------------------------------------------------------------------------------------------------
 
 
 def parameters(name: str) -> frozenset[str] | None:
@@ -41,7 +41,7 @@ def lacks(*names: str) -> str | None:
     return f"this torch_npu has no {', '.join(missing)}" if missing else None
 
 
-# -- the model ----------------------------------------------------------------------------------------------------------
+# -- the model --------------------------------------------------------------------------------------------------------
 
 
 def is_silu(activation: Any) -> bool:
@@ -66,7 +66,7 @@ def _activations(config: Any, depth: int = 0) -> Iterator[Any]:
             yield from _activations(value, depth + 1)
 
 
-# -- one input ----------------------------------------------------------------------------------------------------------
+# -- one input --------------------------------------------------------------------------------------------------------
 
 
 def why_not(*tensors: Tensor) -> str | None:
@@ -88,7 +88,7 @@ def is_dtensor(value: Any) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-# -- the original's signature ---------------------------------------------------------------------------------------------
+# -- the original's signature -----------------------------------------------------------------------------------------
 
 
 def argument_names(original: Callable[..., Any]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def pick(original: Callable[..., Any], forms: Mapping[tuple[str, ...], Callable[
     if names not in forms:
         known = "; ".join(f"({', '.join(form)})" for form in forms)
         raise PatchTargetError(
-            f"{original.__module__}:{original.__qualname__} has the parameters ({', '.join(names)}), for which there is no "
-            f"replacement; known: {known}. Leave this operator out with NPU_BACKEND_SKIP until one is written"
+            f"{original.__module__}:{original.__qualname__} has the parameters ({', '.join(names)}), for which there "
+            f"is no replacement; known: {known}. Leave this operator out with NPU_BACKEND_SKIP until one is written"
         )
     return forms[names]

@@ -1,12 +1,12 @@
-"""One matrix product per expert through `torch_npu.npu_grouped_matmul`, with the gradients that torch_npu does not have.
+"""One matrix product per expert through `torch_npu.npu_grouped_matmul`, with the gradients that it does not have.
 
 Rules that public reports paid for, kept here and nowhere else:
 
-    counts      `tokens_per_expert` makes them: int64, one per expert, from a comparison. Not histc (no integers off GPU, an
-                inclusive upper edge) and not bincount (its output size depends on the data: a host sync, no FakeTensor).
-    group_list  counts (group_list_type 1) or running sums (0): `counts_of` turns either into counts and checks their sum.
-    operands    contiguous, forward and backward. The one exception is documented: group_type 2 wants its left operand as a
-                transposed view, which is the view of a contiguous tensor here.
+    counts      `tokens_per_expert` makes them: int64, one per expert, from a comparison. Not histc (no integers off
+                GPU, an inclusive upper edge) nor bincount (the data give its size: a host sync, no FakeTensor).
+    group_list  counts (group_list_type 1) or running sums (0): `counts_of` makes counts of either and checks the sum.
+    operands    contiguous, forward and backward. The one exception is documented: group_type 2 wants its left operand
+                as a transposed view, which is the view of a contiguous tensor here.
     no tokens   an expert without tokens gets a gradient of exactly zero, whatever the operator left in its buffer.
     frozen      weights that need no gradient cost no product, and their input is not kept.
 """
@@ -58,8 +58,8 @@ def counts_of(group_list: Tensor, rows: int, *, group_list_type: int) -> Tensor:
     if min(values, default=0) < 0 or sum(values) != rows:
         form = "running sums" if group_list_type == _RUNNING_SUMS else "counts"
         raise checks.OperatorInputError(
-            f"group_list {group_list.tolist()} read as {form} (group_list_type={group_list_type}) covers {sum(values)} rows, "
-            f"but there are {rows}; pass the other type, or the counts of tokens_per_expert"
+            f"group_list {group_list.tolist()} read as {form} (group_list_type={group_list_type}) covers {sum(values)} "
+            f"rows, but there are {rows}; pass the other type, or the counts of tokens_per_expert"
         )
     return counts
 
@@ -71,7 +71,7 @@ def grouped_linear(rows: Tensor, counts: Tensor, weights: Sequence[Tensor], *, o
         rows: [R, in], sorted by expert.
         counts: [E] int64, summing to R.
         weights: one tensor of all experts, [E, out, in] or [E, in, out]; or the [out, in] matrices of torch.nn.Linear
-            in the experts' order, of one size, several per expert where the outputs lie side by side (gate, up, gate, ...).
+            in the experts' order, of one size, several per expert where outputs lie side by side (gate, up, gate, ...).
             All in the dtype of `rows`.
         out_in: whether the matrices are stored as [out, in].
 
@@ -90,7 +90,7 @@ def grouped_linear_reference(rows: Tensor, counts: Tensor, weights: Sequence[Ten
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Keeps the parameters themselves for backward, never the stacked or transposed copies that the operator is given."""
+    """Keeps the parameters themselves for backward, never the stacked or transposed copies that the operator gets."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: Tensor, out_in: bool, *weights: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _per_group(rows, stacked.transpose(1, 2) if out_in else stacked, counts)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, counts, *weights = ctx.saved_tensors
         grad_rows = None

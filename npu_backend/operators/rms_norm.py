@@ -1,11 +1,11 @@
 """RMSNorm through `torch_npu.npu_rms_norm`.
 
-Replaces the forward of three kinds of norm: plain (`weight * normalised`), offset (`(1 + weight) * normalised`, Gemma and
-Qwen3-Next) and gated (plain, times SiLU of a gate). The operator wants input and gamma in one dtype and computes in float32;
-transformers lets the two differ and has a rule for the result's dtype in each kind, which is kept in all nine pairs:
+Replaces the forward of three kinds of norm: plain (`weight * normalised`), offset (`(1 + weight) * normalised`, Gemma
+and Qwen3-Next) and gated (plain, times SiLU of a gate). The operator wants input and gamma in one dtype and computes in
+float32; transformers lets the two differ, with a rule for the result's dtype in each kind, kept in all nine pairs:
 
-    plain, gated     both are widened to what they promote to; plain returns that, gated returns the input's dtype
-    offset           float32, as transformers does it: `1 + weight` rounded to bfloat16 would lose every |weight| < 0.004
+    plain, gated   both are widened to what they promote to; plain returns that, gated returns the input's dtype
+    offset         float32, as transformers does it: `1 + weight` rounded to bfloat16 would lose every |weight| < 0.002
 
 Goes to the original: no weight, one or more than eight dimensions, a weight that is not the last axis, and what
 `checks.why_not` and `sharded.why_not_rows` name.
@@ -108,7 +108,7 @@ def _call(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The same in plain torch, as transformers writes it: normalised in float32, rounded to the input's dtype, weighted."""
+    """The same in plain torch, as transformers writes it: float32 up to the weight, which scales the rounded values."""
     wide = x if x.dtype == torch.float64 else x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return weight * normalised.to(x.dtype)

@@ -3,15 +3,16 @@
 Replaces four kinds of function, each in the signature of its release (transformers 5.2 dropped `position_ids`):
 
     standard    apply_rotary_pos_emb
-    partial     the same where only the first `cos.shape[-1]` channels rotate and the rest passes (Phi-3, Qwen3-Next, Qwen3.5)
+    partial     the same, but only the first `cos.shape[-1]` channels rotate (Phi-3, Qwen3-Next, Qwen3.5)
     multimodal  cos and sin for time, height and width, interleaved by `mrope_section` (Qwen2.5-VL text)
     vision      [tokens, heads, head_dim] in float32 (the Qwen vision towers)
 
-The layout is always given, never guessed from sizes: BNSD (batch, heads, sequence, head_dim) or BSND. transformers passes BNSD
-views of BSND memory; those are handed to the operator as the BSND tensors that they are, which saves a copy and BNSD's limits.
+The layout is always given, never guessed from sizes: BNSD (batch, heads, sequence, head_dim) or BSND. transformers
+passes BNSD views of BSND memory; the operator gets those as the BSND tensors that they are, which saves a copy and
+BNSD's limits.
 
-Goes to the original: what the operator's documentation rules out for this release (`RELEASES`), DTensors, cos and sin of an
-unexpected shape, and what `checks.why_not` names.
+Goes to the original: what the operator's documentation rules out for this release (`RELEASES`), DTensors, cos and sin
+of an unexpected shape, and what `checks.why_not` names.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def requires(original: Any, context: Any) -> str | None:
     return checks.lacks("npu_rotary_mul")
 
 
-# -- factories ------------------------------------------------------------------------------------------------------------
+# -- factories --------------------------------------------------------------------------------------------------------
 
 
 def standard(original: Callable[..., Pair], context: Any) -> Callable[..., Pair]:
@@ -123,8 +124,8 @@ def _text(original: Callable[..., Pair], *, whole: bool) -> Callable[..., Pair]:
         return apply(q, k, cos, sin, unsqueeze_dim)  # the original does not use them either
 
     names = ("q", "k", "cos", "sin")
-    forms = {(*names, "unsqueeze_dim"): apply, (*names, "position_ids", "unsqueeze_dim"): apply_with_position_ids}
-    return checks.pick(original, forms)
+    old, new = (*names, "position_ids", "unsqueeze_dim"), (*names, "unsqueeze_dim")
+    return checks.pick(original, {old: apply_with_position_ids, new: apply})
 
 
 def multimodal(original: Callable[..., Pair], context: Any) -> Callable[..., Pair]:
@@ -164,7 +165,7 @@ def vision(original: Callable[..., Pair], context: Any) -> Callable[..., Pair]:
     return apply
 
 
-# -- one input ------------------------------------------------------------------------------------------------------------
+# -- one input --------------------------------------------------------------------------------------------------------
 
 
 def _why_not(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, *, whole: bool) -> str | None:
@@ -201,7 +202,7 @@ def _is_bsnd(x: Tensor, layout: str) -> bool:
     return layout == "BSND" or x.stride(1) < x.stride(2)
 
 
-# -- the operator ---------------------------------------------------------------------------------------------------------
+# -- the operator -----------------------------------------------------------------------------------------------------
 
 
 def _pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Pair:
@@ -239,4 +240,5 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The same in plain torch, in the dtypes of the arguments."""
     rotating, passing = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = rotating.chunk(2, -1)
-    return torch.cat((rotating * cos + torch.cat((-second, first), -1) * sin, passing.to(torch.promote_types(x.dtype, cos.dtype))), -1)
+    rotated = rotating * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((rotated, passing.to(rotated.dtype)), -1)

@@ -1,7 +1,8 @@
 """DTensor activations: torch_npu's operators have no sharding rules, so they compute on each rank's own shard.
 
-That is right for what works on one row (or one element) at a time, as long as no row is split and nothing is a partial sum.
-The result gets the placements of the input back. Everything else goes to the original forward, which has rules of its own.
+That is right for what works on one row (or one element) at a time, as long as no row is split and nothing is a partial
+sum. The result gets the placements of the input back. Everything else goes to the original forward, which has rules of
+its own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def why_not_rows(x: Any, weight: Any = None) -> str | None:
 
 
 def on_rows(function: Callable[[Tensor, Tensor], Tensor], x: Any, weight: Any) -> Any:
-    """`function(x, weight)` on the local shard, with the gradient of `weight` summed over the ranks that split the rows."""
+    """`function(x, weight)` on the local shard; the gradient of `weight` is summed over the ranks that split the rows."""
     from torch.distributed.tensor import Partial, Replicate
 
     if checks.is_dtensor(weight):
@@ -54,7 +55,8 @@ def why_not_elements(*tensors: Any) -> str | None:
         return None
     first = wrapped[0]
     if len(wrapped) < len(tensors) or any(
-        tensor.device_mesh != first.device_mesh or tuple(tensor.placements) != tuple(first.placements) for tensor in wrapped
+        tensor.device_mesh != first.device_mesh or tuple(tensor.placements) != tuple(first.placements)
+        for tensor in wrapped
     ):
         return "differently sharded operands (DTensor)"
     return "a partial sum (DTensor)" if any(placement.is_partial() for placement in first.placements) else None

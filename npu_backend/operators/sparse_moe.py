@@ -1,18 +1,18 @@
 """Sparse mixture of experts: token permute, two grouped matmuls around npu_swiglu, token unpermute.
 
-Only what lies behind the router is replaced. Softmax, top-k and the routing weights stay exactly the model's: where a block
-computes them inline (transformers 4), the same lines run here in the same order and dtypes, because a bfloat16 router picks
-other experts. Three structures exist, and the original's parameters tell which one it is:
+Only what lies behind the router is replaced. Softmax, top-k and the routing weights stay exactly the model's: where a
+block computes them inline (transformers 4), the same steps run here in the same order and dtypes, because a bfloat16
+router picks other experts. Three structures exist, and the original's parameters tell which one it is:
 
-    (self, hidden_states)                                   a block with a list of expert modules     transformers 4
-    (self, hidden_states, routing_weights, router_indices)  fused weights [E, in, out], dense routing transformers 4 (VL)
-    (self, hidden_states, top_k_index, top_k_weights)       fused weights [E, out, in]                transformers 5
+    (self, hidden_states)                                    a block with a list of experts           transformers 4
+    (self, hidden_states, routing_weights, router_indices)   weights [E, in, out], routing [T, E]     transformers 4, VL
+    (self, hidden_states, top_k_index, top_k_weights)        weights [E, out, in], routing [T, k]     transformers 5
 
-Transformers 5 dispatches the last one through a registry of implementations; `registered` replaces the registry's default
-entry, and `experts` the class's forward only where that default is not used (a torch without grouped matmul).
+Transformers 5 dispatches the last one through a registry of implementations: `registered` replaces its default entry,
+and `experts` the class's forward only where that default is not used (a torch without grouped matmul).
 
-Goes to the original: experts that are not plain SwiGLU with plain weights (biases, adapters, hooks, DTensors, a part of the
-experts on this rank), more experts or indices than the operators take, and what `checks.why_not` names.
+Goes to the original: experts that are not plain SwiGLU with plain weights (biases, adapters, hooks, DTensors, a part of
+the experts on this rank), more experts or indices than the operators take, and what `checks.why_not` names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from npu_backend.operators.grouped_linear import grouped_linear, grouped_linear_
 OP = "sparse_moe"
 MOST_EXPERTS, MOST_CHOICES, MOST_INDICES, LARGEST_AXIS = 1024, 512, 16777214, 65535
 
-# -- once per process -----------------------------------------------------------------------------------------------------
+# -- once per process -------------------------------------------------------------------------------------------------
 
 
 def requires(original: Any, context: Any) -> str | None:
@@ -52,7 +52,7 @@ def requires_eager_default(original: Any, context: Any) -> str | None:
     return requires(original, context)
 
 
-# -- factories ------------------------------------------------------------------------------------------------------------
+# -- factories --------------------------------------------------------------------------------------------------------
 
 
 def registered(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
@@ -73,9 +73,8 @@ def experts(original: Callable[..., Any], context: Any) -> Callable[..., Any]:
     fused = registered(original, context)
 
     def forward_top_k(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        chosen = getattr(self.config, "_experts_implementation", "eager") if hasattr(original, "__wrapped__") else "eager"
-        forward = fused if chosen == "eager" else original
-        return forward(self, hidden_states, top_k_index, top_k_weights)
+        dispatched = hasattr(original, "__wrapped__") and self.config._experts_implementation != "eager"
+        return (original if dispatched else fused)(self, hidden_states, top_k_index, top_k_weights)
 
     forms = {
         ("self", "hidden_states"): _block(original),
@@ -101,10 +100,12 @@ def _dense_routing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _block(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A block with a linear router `gate`, a list `experts`, perhaps a `shared_expert`, that returns router logits too."""
+    """A block with a linear router `gate`, a list `experts`, perhaps a `shared_expert`; returns router logits too."""
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        reason = _why_not_listed(self) or _why_not(hidden_states, None, self.experts[0].up_proj.weight, len(self.experts))
+        reason = _why_not_listed(self.experts) or _why_not(
+            hidden_states, None, self.experts[0].up_proj.weight, len(self.experts)
+        )
         if reason:
             counters.fell_back(OP, reason)
             result: tuple[Tensor, Tensor] = original(self, hidden_states)
@@ -130,7 +131,7 @@ def _route(self: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return router_logits, probs.to(rows.dtype), index
 
 
-# -- one input ------------------------------------------------------------------------------------------------------------
+# -- one input --------------------------------------------------------------------------------------------------------
 
 
 def _why_not(hidden_states: Tensor, index: Tensor | None, weight: Tensor, experts: int) -> str | None:
@@ -147,11 +148,13 @@ def _why_not(hidden_states: Tensor, index: Tensor | None, weight: Tensor, expert
 
 
 def _why_not_fused(self: Any) -> str | None:
-    """Why these fused experts are not plain SwiGLU over all experts. The attributes come from transformers' decorator."""
+    """Why these fused experts are not plain SwiGLU over all experts. Its flags come from transformers' decorator."""
     if not checks.is_silu(self.act_fn):
         return f"activation {type(self.act_fn).__name__}"
-    if not getattr(self, "has_gate", True) or getattr(self, "has_bias", False) or not getattr(self, "is_concatenated", True):
-        return "experts that are not gate and up side by side without bias"
+    if not getattr(self, "has_gate", True) or not getattr(self, "is_concatenated", True):
+        return "experts that are not gate and up side by side"
+    if getattr(self, "has_bias", False):
+        return "experts with biases"
     gate = getattr(type(self), "_apply_gate", None)
     if gate is not None and gate.__qualname__ != "_default_apply_gate":
         return "experts with a gate of their own"
@@ -170,9 +173,9 @@ def _total_experts(self: Any) -> int | None:
     return next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)
 
 
-def _why_not_listed(self: Any) -> str | None:
-    """Why this list of experts is not plain SwiGLU over plain Linear layers. Adapters and hooks would be passed over."""
-    for expert in self.experts:
+def _why_not_listed(listed: Any) -> str | None:
+    """Why these are not plain SwiGLU experts of plain Linear layers: adapters and hooks would be passed over."""
+    for expert in listed:
         if not checks.is_silu(expert.act_fn):
             return f"activation {type(expert.act_fn).__name__}"
         for layer in (expert.gate_proj, expert.up_proj, expert.down_proj):
@@ -186,10 +189,11 @@ def _why_not_listed(self: Any) -> str | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or "forward" in vars(module))
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(hooks) or "forward" in vars(module)
 
 
-# -- the operators ----------------------------------------------------------------------------------------------------------
+# -- the operators ----------------------------------------------------------------------------------------------------
 
 
 def _run_fused(self: Any, rows: Tensor, index: Tensor, probs: Tensor, out_in: bool | None = None) -> Tensor:
@@ -199,7 +203,14 @@ def _run_fused(self: Any, rows: Tensor, index: Tensor, probs: Tensor, out_in: bo
 
 
 def routed_experts(
-    rows: Tensor, index: Tensor, probs: Tensor, up: Sequence[Tensor], down: Sequence[Tensor], experts: int, *, out_in: bool
+    rows: Tensor,
+    index: Tensor,
+    probs: Tensor,
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    experts: int,
+    *,
+    out_in: bool,
 ) -> Tensor:
     """Every token through its experts, weighted and summed.
 
@@ -234,11 +245,19 @@ def _compute_dtype(weight: Tensor) -> torch.dtype:
 
 
 def routed_experts_reference(
-    rows: Tensor, index: Tensor, probs: Tensor, up: Sequence[Tensor], down: Sequence[Tensor], experts: int, *, out_in: bool
+    rows: Tensor,
+    index: Tensor,
+    probs: Tensor,
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    experts: int,
+    *,
+    out_in: bool,
 ) -> Tensor:
     """The same in plain torch."""
     order = index.reshape(-1).argsort(stable=True)
     counts = tokens_per_expert(index, experts)
-    hidden = gated_mlp.swiglu_reference(grouped_linear_reference(rows[order // index.shape[1]], counts, up, out_in=out_in))
+    repeated = rows[order // index.shape[1]]
+    hidden = gated_mlp.swiglu_reference(grouped_linear_reference(repeated, counts, up, out_in=out_in))
     result = grouped_linear_reference(hidden, counts, down, out_in=out_in)[order.argsort()].view(*index.shape, -1)
     return (result * probs.unsqueeze(-1)).sum(1).to(rows.dtype)
