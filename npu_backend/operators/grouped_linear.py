@@ -78,7 +78,7 @@ def grouped_linear(rows: Tensor, counts: Tensor, weights: Sequence[Tensor], *, o
     Returns:
         [R, out].
     """
-    result: Tensor = _GroupedLinear.apply(rows, counts, out_in, *weights)
+    result: Tensor = _GroupedLinear.apply(rows, counts, out_in, *weights)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -38,7 +38,7 @@ def why_not_rows(x: Any, weight: Any = None) -> str | None:
 
 
 def on_rows(function: Callable[[Tensor, Tensor], Tensor], x: Any, weight: Any) -> Any:
-    """`function(x, weight)` on the local shard; the gradient of `weight` is summed over the ranks that split the rows."""
+    """`function(x, weight)` on the local shard; the weight's gradient is summed over the ranks that split the rows."""
     from torch.distributed.tensor import Partial, Replicate
 
     if checks.is_dtensor(weight):
