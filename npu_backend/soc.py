@@ -1,7 +1,7 @@
 """What each Ascend chip has: core counts and on-chip memory. The one source of these facts in the package.
 
-Figures are those of the vendor's compiler (bishengir 1.2.0, its memory planner and device specs); A2 and A3 differ in core
-counts only. Sizes are bytes of one AI core (L1, L0C) or of one vector core (UB).
+Figures are those of the vendor's compiler (bishengir 1.2.0, its memory planner and device specs); A2 and A3 differ in
+core counts only. Sizes are bytes of one AI core (L1, L0C) or of one vector core (UB).
 """
 
 from __future__ import annotations

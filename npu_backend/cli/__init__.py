@@ -1,7 +1,8 @@
 """The command line: `npu-backend COMMAND ...`, also `python -m npu_backend`.
 
-Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`, imported only when it is the
-one asked for: the first line of the module's docstring is its help text. Exit status: 0 fine, 1 a finding, 2 bad use.
+Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`, imported only when it is
+the one asked for: the first line of the module's docstring is its help text. Exit status: 0 fine, 1 a finding, 2 bad
+use.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; `sys.argv[1:]` when None.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="npu-backend", description="Ascend-first hardware backend for RL and LLM training.")
+    parser = argparse.ArgumentParser(
+        prog="npu-backend", description="Ascend-first hardware backend for RL and LLM training."
+    )
     parser.add_argument("command", choices=command_names(), help="what to do; `npu-backend COMMAND --help` explains it")
     name = parser.parse_args(arguments[:1]).command
     module = importlib.import_module(f"npu_backend.cli.{name.replace('-', '_')}")

@@ -2,8 +2,9 @@
 
     npu-backend run --virtual-npu=2 -- torchrun --nproc_per_node 2 train.py
 
-The command, and every Python that it starts, finds N devices; nothing is written into site-packages. The exit status is
-the command's own; 127 when there is no such command, 126 when it cannot be executed, 2 when the virtual NPU cannot start.
+The command, and every Python that it starts, finds N devices; nothing is written into site-packages. The exit status
+is the command's own; 127 when there is no such command, 126 when it cannot be executed, 2 when the virtual NPU cannot
+start.
 """
 
 from __future__ import annotations

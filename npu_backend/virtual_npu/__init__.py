@@ -5,8 +5,9 @@
     import torch
     torch.ones(3, device="npu:1")
 
-or, for an unchanged program, `npu-backend run --virtual-npu=2 -- python train.py`. It proves code paths (dispatch, devices,
-dtypes, autograd, memory bookkeeping, what is called how often); it says nothing about an NPU's numerics or speed.
+or, for an unchanged program, `npu-backend run --virtual-npu=2 -- python train.py`. It proves code paths (dispatch,
+devices, dtypes, autograd, memory bookkeeping, what is called how often); it says nothing about an NPU's numerics or
+speed.
 
     launch.py       activate(): checks, environment, preload; what child processes inherit
     native/         the runtime in C;  build.py compiles it once per machine;  wheel.py finds torch_npu

@@ -1,8 +1,8 @@
 """Compile the C runtime, once per machine and source, into the user's cache. A C compiler is all it needs.
 
-The result is a folder shaped like a CANN installation: `lib/` with the libraries that torch_npu links against or opens by
-name, and the empty folders whose presence it checks. The folder appears by one rename, so that processes which build at the
-same time do not see each other's halves.
+The result is a folder shaped like a CANN installation: `lib/` with the libraries that torch_npu links against or opens
+by name, and the empty folders whose presence it checks. The folder appears by one rename, so that processes which
+build at the same time do not see each other's halves.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _build(folder: Path) -> None:
         draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     except OSError as error:
         raise BackendUnavailableError(
-            f"the virtual NPU cannot write its runtime to {folder.parent} ({error}); set XDG_CACHE_HOME to a writable folder"
+            f"the virtual NPU cannot write its runtime to {folder.parent} ({error}); "
+            "set XDG_CACHE_HOME to a writable folder"
         ) from error
     try:
         for name in ("lib", *_FOLDERS):
@@ -96,5 +97,6 @@ def _compile(compiler: str, folder: Path, name: str, sources: list[Path]) -> Non
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BackendUnavailableError(
-            f"the virtual NPU's runtime does not compile: `{' '.join(command)}` ended with {done.returncode}:\n{done.stderr}"
+            f"the virtual NPU's runtime does not compile: `{' '.join(command)}` ended with "
+            f"{done.returncode}:\n{done.stderr}"
         )

@@ -1,8 +1,9 @@
 """Every operator that torch_npu registers for its device, run by the CPU on the device's own memory.
 
-One boxed function serves all aten operators: operands become CPU tensors on the same memory (memory.py), the CPU's kernel runs,
-new results move to the device, and operands that the schema marks as written are returned themselves. Views and allocation
-stay torch_npu's. `special.py` holds the operators that need their own function; `npu::` operators come from the registry.
+One boxed function serves all aten operators: operands become CPU tensors on the same memory (memory.py), the CPU's
+kernel runs, new results move to the device, and operands that the schema marks as written are returned themselves.
+Views and allocation stay torch_npu's. `special.py` holds the operators that need their own function; `npu::` operators
+come from the registry.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from npu_backend.virtual_npu.memory import alias, fill, to_device
 Kernel = Callable[..., Any]
 
 # Allocation, storage and metadata: torch_npu's own code works on the software runtime as it is.
-_KEPT_ATEN = frozenset(
-    "_pin_memory _reshape_alias _resize_output_ new_empty_strided as_strided as_strided_ contiguous empty empty_like empty_strided is_pinned "
-    "is_set_to record_stream resize_ resize_as_ set_ squeeze unfold unsqueeze view view_as_complex view_as_real".split()
-)
-_KEPT_NPU = frozenset(
-    "copy_memory_ empty_with_format get_npu_format get_storage_size npu_change_data_ptr unsafe_empty_with_format".split()
+_KEPT = frozenset(
+    """
+    aten::_pin_memory aten::_reshape_alias aten::_resize_output_ aten::as_strided aten::as_strided_ aten::contiguous
+    aten::empty aten::empty_like aten::empty_strided aten::is_pinned aten::is_set_to aten::new_empty_strided
+    aten::record_stream aten::resize_ aten::resize_as_ aten::set_ aten::squeeze aten::unfold aten::unsqueeze aten::view
+    aten::view_as_complex aten::view_as_real
+    npu::copy_memory_ npu::empty_with_format npu::get_npu_format npu::get_storage_size npu::npu_change_data_ptr
+    npu::unsafe_empty_with_format
+    """.split()
 )
 # Operators that take a CPU tensor beside device tensors: the batch sizes of a packed sequence.
 _MIXED_DEVICES = frozenset({"aten::lstm", "aten::gru", "aten::_pack_padded_sequence", "aten::_pad_packed_sequence"})
@@ -44,13 +48,11 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about every kernel that is overridden
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
-            namespace, _, operator = name.partition("::")
-            base = operator.partition(".")[0]
-            if name in registry.REFERENCES or name in special.KERNELS:
+            if name in registry.REFERENCES or name in special.KERNELS or name.partition(".")[0] in _KEPT:
                 continue
-            if namespace == "npu" and base not in _KEPT_NPU:
+            if name.startswith("npu::"):
                 implement(name, _without_reference(name))
-            elif namespace == "aten" and base not in _KEPT_ATEN:
+            elif name.startswith("aten::"):
                 _implement_aten(name)
         for name, kernel in special.KERNELS.items():
             implement(name, _counted(name, kernel))
@@ -110,7 +112,7 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         registry.count(label)
-        device = _device_of(args) or _device_of(kwargs.values()) or torch.device("npu", torch.npu.current_device())
+        device = _device_of(args) or _device_of(kwargs.values()) or _current_device()
         if checked:
             _check_one_device(label, device, args, kwargs)
         cpu_args = [to_cpu(value) for value in args]
@@ -139,12 +141,12 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
 
 
 def _check_one_device(label: str, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The device refuses operands that live elsewhere; on shared memory they would silently work. Scalars may be on the CPU."""
+    """The device refuses operands that live elsewhere; here they would silently work. Scalars may be on the CPU."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.device != device and (value.dim() or value.device.type == "npu"):
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {device} and {value.device}! "
-                f"({label})"
+                f"Expected all tensors to be on the same device, but found at least two devices, {device} and "
+                f"{value.device}! ({label})"
             )
 
 
@@ -160,7 +162,12 @@ def _written_argument(schema: Any, result: Any) -> int | None:
 
 
 def _results(
-    result: Any, written: list[int | None], names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    result: Any,
+    written: list[int | None],
+    names: list[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
 ) -> Any:
     if not any(index is not None for index in written):
         return from_cpu(result, device)
@@ -192,12 +199,16 @@ def from_cpu(value: Any, device: torch.device) -> Any:
     return value
 
 
+def _current_device() -> torch.device:
+    return torch.device("npu", torch.accelerator.current_device_index())
+
+
 def _device_of(values: Any) -> torch.device | None:
     for value in values:
         if isinstance(value, torch.Tensor) and value.device.type == "npu":
             return value.device
         if isinstance(value, torch.device) and value.type == "npu":
-            return value if value.index is not None else torch.device("npu", torch.npu.current_device())
+            return value if value.index is not None else _current_device()
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], (torch.Tensor, type(None))):
             found = _device_of(value)
             if found is not None:
@@ -223,8 +234,8 @@ def _counted(name: str, kernel: Kernel) -> Kernel:
 def _without_reference(name: str) -> Kernel:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise registry.OperatorError(
-            f"{name} has no CPU reference on the virtual NPU. Declare one, a function of CPU tensors with the same arguments: "
-            f"@npu_backend.virtual_npu.register_reference({name!r}); docs/virtual_npu.md shows how"
+            f"{name} has no CPU reference on the virtual NPU. Declare one, a function of CPU tensors with the same "
+            f"arguments: @npu_backend.virtual_npu.register_reference({name!r}); docs/virtual_npu.md shows how"
         )
 
     return fail
@@ -241,7 +252,7 @@ def _implement_reference(reference: registry.Reference) -> None:
 def _reference_kernel(reference: registry.Reference) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         registry.count(reference.counted_as)
-        device = _device_of(args) or _device_of(kwargs.values()) or torch.device("npu", torch.npu.current_device())
+        device = _device_of(args) or _device_of(kwargs.values()) or _current_device()
         # No torch function: `with torch.device("npu")` must not put the reference's own tensors on the device.
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
             result = reference.function(*map(to_cpu, args), **{name: to_cpu(value) for name, value in kwargs.items()})
@@ -274,13 +285,15 @@ def _recomputed(reference: registry.Reference) -> Kernel:
             with torch._C.DisableTorchFunction(), torch.enable_grad():
                 outputs = reference.function(*args, **{name: to_cpu(value) for name, value in ctx.kwargs.items()})
             wanted = [i for i in ctx.tensors if ctx.needs_input_grad[i + 1]]
-            found = torch.autograd.grad(outputs, [args[i] for i in wanted], [alias(g) for g in grads], allow_unused=True)
+            found = torch.autograd.grad(
+                outputs, [args[i] for i in wanted], [alias(g) for g in grads], allow_unused=True
+            )
             results: list[torch.Tensor | None] = [None] * (len(args) + 1)
             for i, gradient in zip(wanted, found):
                 results[i + 1] = None if gradient is None else to_device(gradient, grads[0].device)
             return tuple(results)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return Recomputed.apply(kwargs, *args)
+        return Recomputed.apply(kwargs, *args)  # type: ignore[no-untyped-call]
 
     return kernel

@@ -1,8 +1,9 @@
 """Activate the virtual NPU in this process, and in the processes that it starts.
 
-torch_npu finds its libraries and settings when it is imported, so all of this happens before torch is: the compiled runtime
-is loaded by full path with global symbols (no LD_LIBRARY_PATH), the environment is set, torch_npu's folder goes on sys.path,
-and the operator fallback is installed right after torch_npu, which torch imports itself at the end of `import torch`.
+torch_npu finds its libraries and settings when it is imported, so all of this happens before torch is: the compiled
+runtime is loaded by full path with global symbols (no LD_LIBRARY_PATH), the environment is set, torch_npu's folder
+goes on sys.path, and the operator fallback is installed right after torch_npu, which torch imports itself at the end
+of `import torch`.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ def activate(devices: int = 1, soc: str = socs.DEFAULT, *, force: bool = False) 
     exported = environment(devices, soc, force=force)
     if _active is not None:
         if _active != (devices, soc):
-            raise ConfigError(f"the virtual NPU is active with {_active[0]} x {_active[1]}; it cannot become {devices} x {soc}")
+            raise ConfigError(
+                f"the virtual NPU is active with {_active[0]} x {_active[1]}; it cannot become {devices} x {soc}"
+            )
         return
     if "torch" in sys.modules:
         raise BackendUnavailableError(
-            "torch is imported already, and it looks for devices when it is; call npu_backend.virtual_npu.activate() before "
-            "the first `import torch`, or start the program with `npu-backend run --virtual-npu -- COMMAND`"
+            "torch is imported already, and it looks for devices when it is; call npu_backend.virtual_npu.activate() "
+            "before the first `import torch`, or start the program with `npu-backend run --virtual-npu -- COMMAND`"
         )
     folder, wheel_folder = prepare(force=force)
     os.environ.update(exported)
@@ -72,10 +75,12 @@ def activate(devices: int = 1, soc: str = socs.DEFAULT, *, force: bool = False) 
 
 
 def activate_inherited() -> None:
-    """Activate what `npu-backend run` or a parent's `activate()` asked for; called when torch is about to be imported."""
+    """Activate what `npu-backend run` or a parent's `activate()` asked for, just before torch is imported."""
     devices = read_environment().virtual_npu
     if devices and wheel.has_torch():  # else `import torch` itself says what is missing
-        activate(devices, os.environ.get("VIRTUAL_NPU_SOC") or socs.DEFAULT, force=bool(os.environ.get("VIRTUAL_NPU_FORCE")))
+        activate(
+            devices, os.environ.get("VIRTUAL_NPU_SOC") or socs.DEFAULT, force=bool(os.environ.get("VIRTUAL_NPU_FORCE"))
+        )
 
 
 def prepare(*, force: bool = False) -> tuple[Path, Path | None]:
@@ -87,8 +92,8 @@ def prepare(*, force: bool = False) -> tuple[Path, Path | None]:
     driver = _real_driver()
     if driver and not force:
         raise BackendUnavailableError(
-            f"this host has a real Ascend driver ({driver}), which the virtual NPU would hide; use the device, or ask for the "
-            "virtual one all the same: activate(force=True), npu-backend run --force"
+            f"this host has a real Ascend driver ({driver}), which the virtual NPU would hide; use the device, or ask for "
+            "the virtual one all the same: activate(force=True), npu-backend run --force"
         )
     wheel_folder = wheel.torch_npu_folder()
     return build.runtime_folder(), wheel_folder

@@ -1,8 +1,9 @@
 """A CPU tensor on the memory of a device tensor, and a device tensor with the values of a CPU one.
 
-Device memory is host memory, so an operator can run on the CPU in place. Making one tensor per operand has to be cheap: one
-CPU tensor per dtype spans the whole address space (it is never read as such), and an operand is a strided view of it at the
-right address. Such a view must not be resized, which is why `out=` operands get memory of their own (fallback.py).
+Device memory is host memory, so an operator can run on the CPU in place. Making one tensor per operand has to be
+cheap: one CPU tensor per dtype spans the whole address space (it is never read as such), and an operand is a strided
+view of it at the right address. Such a view must not be resized, which is why `out=` operands get memory of their own
+(fallback.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _address_space(dtype: torch.dtype) -> torch.Tensor:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU tensor on the same memory: same sizes, strides, dtype, conjugation. Other tensors are returned as they are."""
+    """The CPU tensor on the same memory: same sizes, strides, dtype, conjugation. Other tensors pass through."""
     if tensor.device.type != "npu":
         return tensor
     if tensor.numel() == 0:

@@ -1,8 +1,8 @@
 """Random numbers of virtual devices: drawn by the CPU, decided by the device's generator.
 
-Each draw seeds a CPU generator from the device generator's seed and offset, and moves the offset. So `torch.npu.manual_seed`,
-`get_rng_state`, `fork_rng` and activation checkpointing behave as on a device, and device draws leave the CPU's own stream
-alone. The first draw after seeding equals the CPU's first draw with that seed.
+Each draw seeds a CPU generator from the device generator's seed and offset, and moves the offset. So
+`torch.npu.manual_seed`, `get_rng_state`, `fork_rng` and activation checkpointing behave as on a device, and device
+draws leave the CPU's own stream alone. The first draw after seeding equals the CPU's first draw with that seed.
 """
 
 from __future__ import annotations

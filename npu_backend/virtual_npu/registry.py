@@ -9,8 +9,8 @@ A reference is a plain function on CPU tensors with the operator's arguments; it
     def my_op(x, scale=1.0):
         return x * scale
 
-torch_npu's own autograd formulas call `..._backward` operators: they are registered the same way. This module imports neither
-torch nor torch_npu, so that references can be declared before either is there.
+torch_npu's own autograd formulas call `..._backward` operators: they are registered the same way. This module imports
+neither torch nor torch_npu, so that references can be declared before either is there.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class OperatorError(NPUBackendError, RuntimeError):
-    """An operator was called with what its documentation rules out, or has no reference. torch_npu raises RuntimeError too."""
+    """A call that the operator's documentation rules out, or of one without a reference (torch_npu: RuntimeError)."""
 
 
 @dataclass(frozen=True)
 class Reference:
     """One operator's CPU function.
 
-    `differentiable`: torch_npu has no usable autograd formula for it (it calls device kernels directly), so the gradient is
-    that of the reference, which is recomputed on the CPU in backward. `counted_as`: the name in `calls()`, where torch_npu
-    calls an inner operator of another name.
+    `differentiable`: torch_npu has no usable autograd formula for it (it calls device kernels directly), so the
+    gradient is that of the reference, which is recomputed on the CPU in backward. `counted_as`: the name in `calls()`,
+    where torch_npu calls an inner operator of another name.
     """
 
     name: str
@@ -90,7 +90,7 @@ def count(name: str) -> None:
 
 
 def calls() -> dict[str, int]:
-    """How often each operator ran on virtual devices since the start or the last reset: `{"npu::npu_rms_norm": 61, ...}`."""
+    """How often each operator ran since the start or the last reset: `{"npu::npu_rms_norm": 61, ...}`."""
     return dict(_calls)
 
 

@@ -56,27 +56,24 @@ def _histc(tensor: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
     return to_device(torch.histc(wide, bins, min, max).to(values.dtype), tensor.device)
 
 
-def _matmul_backward(grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mask: list[bool]) -> tuple[torch.Tensor | None, ...]:
+def _matmul_backward(
+    grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mask: list[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of `a @ b` with broadcasting; torch itself has no such operator."""
     g, x, y = alias(grad), alias(a), alias(b)
-    if x.dim() == 1:
-        x, g = x.unsqueeze(0), g.unsqueeze(-2) if y.dim() > 1 else g.unsqueeze(-1)
-    if y.dim() == 1:
+    if x.dim() == 1:  # a row
+        x, g = x.unsqueeze(0), g.unsqueeze(-2 if y.dim() > 1 else -1)
+    if y.dim() == 1:  # a column
         y, g = y.unsqueeze(1), g.unsqueeze(-1)
-    if y.dim() == 2:  # one matrix for the whole batch: fold the batch into rows
+    rows = x
+    if y.dim() == 2:  # one matrix for the whole batch: fold the batch into rows, so that nothing is summed afterwards
         g, rows = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
-    else:
-        rows = x
-    grad_a = to_device((g @ y.mH).reshape(*_batch(g, x, y)).sum_to_size(x.shape).reshape(a.shape), a.device) if mask[0] else None
-    grad_b = to_device((rows.mH @ g).sum_to_size(y.shape).reshape(b.shape), b.device) if mask[1] else None
-    return grad_a, grad_b
-
-
-def _batch(g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the gradient of x before broadcast dimensions are summed."""
-    if y.dim() == 2:
-        return tuple(x.shape)
-    return (*torch.broadcast_shapes(g.shape[:-2], y.shape[:-2]), g.shape[-2], y.shape[-2])
+    grad_a = (g @ y.mH).sum_to_size(rows.shape).reshape(a.shape) if mask[0] else None
+    grad_b = (rows.mH @ g).sum_to_size(y.shape).reshape(b.shape) if mask[1] else None
+    return (
+        None if grad_a is None else to_device(grad_a, a.device),
+        None if grad_b is None else to_device(grad_b, a.device),
+    )
 
 
 def _in_dtype(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -22,7 +22,9 @@ def torch_npu_folder() -> Path | None:
     """
     torch = _version("torch")
     if torch is None:
-        raise BackendUnavailableError(f"the virtual NPU needs torch, which {sys.executable} does not have: pip install torch")
+        raise BackendUnavailableError(
+            f"the virtual NPU needs torch, which {sys.executable} does not have: pip install torch"
+        )
     wanted = Version(torch).base_version
     folder = cache_folder() / f"torch_npu-{wanted}"
     installed = _find("torch_npu")
@@ -30,7 +32,9 @@ def torch_npu_folder() -> Path | None:
     distribution = installed or cached
     fetch = f"{sys.executable} -m pip install --no-deps --target {folder} torch-npu=={wanted}"
     if distribution is None:
-        raise BackendUnavailableError(f"the virtual NPU runs the real torch_npu, which is not installed; fetch it with\n  {fetch}")
+        raise BackendUnavailableError(
+            f"the virtual NPU runs the real torch_npu, which is not installed; fetch it with\n  {fetch}"
+        )
     _check_pair(torch, distribution, fetch)
     return None if installed else folder
 
@@ -57,5 +61,5 @@ def _version(name: str) -> str | None:
 
 def _find(name: str, folder: Path | None = None) -> importlib.metadata.Distribution | None:
     """The distribution `name` on sys.path, or in one folder only."""
-    path = {} if folder is None else {"path": [str(folder)]}
-    return next(iter(importlib.metadata.distributions(name=name, **path)), None)
+    path = sys.path if folder is None else [str(folder)]
+    return next(iter(importlib.metadata.distributions(name=name, path=path)), None)

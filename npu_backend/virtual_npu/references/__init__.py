@@ -1,4 +1,4 @@
-"""CPU references of the operators that only Ascend devices have, one module per theme. Importing a module declares them."""
+"""CPU references of the operators that only Ascend devices have: a module per theme, which declares on import."""
 
 from __future__ import annotations
 

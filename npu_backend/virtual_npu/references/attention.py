@@ -20,6 +20,6 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The CPU's own attention."""
-    return torch.ops.aten.scaled_dot_product_attention.default(
+    return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -14,9 +14,17 @@ def _check_rms_norm(operator: str, x: torch.Tensor, gamma: torch.Tensor) -> tupl
     """Check, and return the dimensions that are normalised: the trailing ones that gamma covers."""
     need_dtype(operator, "input", x, FLOATS)
     need(gamma.dtype == x.dtype, operator, f"gamma is {gamma.dtype}, input is {x.dtype}; they must have one dtype")
-    need(1 <= gamma.dim() <= x.dim() <= 8, operator, f"input has {x.dim()} dimensions and gamma {gamma.dim()}; 1 to 8, gamma no more")
+    need(
+        1 <= gamma.dim() <= x.dim() <= 8,
+        operator,
+        f"input has {x.dim()} dimensions and gamma {gamma.dim()}; 1 to 8, gamma no more",
+    )
     trailing = tuple(x.shape[x.dim() - gamma.dim() :])
-    need(tuple(gamma.shape) == trailing, operator, f"gamma {tuple(gamma.shape)} must be the last sizes of input {tuple(x.shape)}")
+    need(
+        tuple(gamma.shape) == trailing,
+        operator,
+        f"gamma {tuple(gamma.shape)} must be the last sizes of input {tuple(x.shape)}",
+    )
     return tuple(range(x.dim() - gamma.dim(), x.dim()))
 
 
@@ -77,7 +85,11 @@ def _check_rotary(operator: str, x: torch.Tensor, r1: torch.Tensor, r2: torch.Te
     for name, tensor in (("input", x), ("r1", r1), ("r2", r2)):
         need_dtype(operator, name, tensor, FLOATS)
         need(tensor.dim() == 4, operator, f"{name} has {tensor.dim()} dimensions, 4 are needed")
-    need(r1.shape == r2.shape and r1.dtype == r2.dtype, operator, f"r1 {tuple(r1.shape)} and r2 {tuple(r2.shape)} must be alike")
+    need(
+        r1.shape == r2.shape and r1.dtype == r2.dtype,
+        operator,
+        f"r1 {tuple(r1.shape)} and r2 {tuple(r2.shape)} must be alike",
+    )
     head = x.shape[-1]
     need(head % 2 == 0 and head < 896, operator, f"head size {head} must be even and below 896")
     need(r1.shape[-1] == head, operator, f"r1's last size {r1.shape[-1]} must be the head size {head}")
@@ -86,9 +98,17 @@ def _check_rotary(operator: str, x: torch.Tensor, r1: torch.Tensor, r2: torch.Te
     # B and N of the layouts BNSD, BSND, SBND: the sequence is where r1 has its rows.
     others = [size for size, rotary in zip(x.shape[:3], r1.shape[:3]) if rotary == 1]
     if mode == "half":
-        need(all(size < 1000 for size in others), operator, f"batch and heads of {tuple(x.shape)} must be below 1000 each")
+        need(
+            all(size < 1000 for size in others),
+            operator,
+            f"batch and heads of {tuple(x.shape)} must be below 1000 each",
+        )
     elif len(others) == 2:
-        need(others[0] * others[1] < 1000, operator, f"batch times heads of {tuple(x.shape)} must be below 1000 in interleave mode")
+        need(
+            others[0] * others[1] < 1000,
+            operator,
+            f"batch times heads of {tuple(x.shape)} must be below 1000 in interleave mode",
+        )
 
 
 def _rotate(x: torch.Tensor, mode: str) -> torch.Tensor:

@@ -26,8 +26,14 @@ def npu_cross_entropy_loss(
     need_dtype(_NAME, "input", logits, FLOATS)
     need(logits.dim() == 2, _NAME, f"input has {logits.dim()} dimensions, [N, C] is needed")
     rows, classes = logits.shape
-    need(rows <= _MAX_ROWS and classes > 0, _NAME, f"input {tuple(logits.shape)}: N is at most {_MAX_ROWS}, C at least 1")
-    need(target.dtype == torch.int64 and target.shape == (rows,), _NAME, f"target must be int64 [{rows}], got {target.dtype} {tuple(target.shape)}")
+    need(
+        rows <= _MAX_ROWS and classes > 0, _NAME, f"input {tuple(logits.shape)}: N is at most {_MAX_ROWS}, C at least 1"
+    )
+    need(
+        target.dtype == torch.int64 and target.shape == (rows,),
+        _NAME,
+        f"target must be int64 [{rows}], got {target.dtype} {tuple(target.shape)}",
+    )
     need(reduction in ("mean", "sum", "none"), _NAME, f"reduction={reduction!r} is not one of mean, sum, none")
     need(ignore_index < classes, _NAME, f"ignore_index={ignore_index} must be below C={classes}")
     need(0.0 <= label_smoothing < 1.0, _NAME, f"label_smoothing={label_smoothing} must be in [0, 1)")
@@ -74,7 +80,11 @@ def npu_cross_entropy_loss_backward(
     """Gradient of the input: softmax minus the one-hot target, per row."""
     name = f"{_NAME}_backward"
     need(not label_smoothing, name, "label_smoothing has no gradient on the device")
-    need(not (weight is not None and reduction == "mean"), name, "weight has no gradient on the device when reduction is mean")
+    need(
+        not (weight is not None and reduction == "mean"),
+        name,
+        "weight has no gradient on the device when reduction is mean",
+    )
     rows = _row_weights(target, weight, ignore_index)
     scale = grad_loss.float() * rows
     if reduction == "mean":

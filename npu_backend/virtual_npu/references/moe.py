@@ -26,7 +26,11 @@ def _group_counts(group_list: torch.Tensor, list_type: int, rows: int) -> list[i
     values = group_list.tolist()
     if list_type == 0:
         rising = all(a <= b for a, b in zip([0, *values], values))
-        need(rising, _GMM, f"group_list {values} of type 0 holds running sums and must not fall; for counts pass group_list_type=1")
+        need(
+            rising,
+            _GMM,
+            f"group_list {values} of type 0 holds running sums and must not fall; for counts pass group_list_type=1",
+        )
         values = [b - a for a, b in zip([0, *values], values)]
     need(all(value >= 0 for value in values), _GMM, f"group_list {values} must not be negative")
     kind = "running sums" if list_type == 0 else "counts"
@@ -34,12 +38,22 @@ def _group_counts(group_list: torch.Tensor, list_type: int, rows: int) -> list[i
     return values
 
 
-def _check_operands(x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] | None) -> None:
+def _check_operands(
+    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] | None
+) -> None:
     for name, tensors in (("x", x), ("weight", weight)):
-        need(1 <= len(tensors) <= _LONGEST_LIST, _GMM, f"{name} lists {len(tensors)} tensors; 1 to {_LONGEST_LIST} are allowed")
+        need(
+            1 <= len(tensors) <= _LONGEST_LIST,
+            _GMM,
+            f"{name} lists {len(tensors)} tensors; 1 to {_LONGEST_LIST} are allowed",
+        )
         for tensor in tensors:
             need_dtype(_GMM, name, tensor, FLOATS)
-            need(tensor.shape[-1] < _INNER_LIMIT, _GMM, f"the last size {tensor.shape[-1]} of {name} must be below {_INNER_LIMIT}")
+            need(
+                tensor.shape[-1] < _INNER_LIMIT,
+                _GMM,
+                f"the last size {tensor.shape[-1]} of {name} must be below {_INNER_LIMIT}",
+            )
     dtypes = {tensor.dtype for tensor in (*x, *weight)}
     need(len(dtypes) == 1, _GMM, f"x and weight must have one dtype, got {sorted(map(str, dtypes))}")
     need(not bias or len(bias) == len(weight), _GMM, f"bias lists {len(bias or ())} tensors, weight {len(weight)}")
@@ -69,13 +83,23 @@ def npu_grouped_matmul(
     kind = -1 if group_type is None else group_type
     need(kind in (-1, 0, 2), _GMM, f"group_type={group_type} is not one of -1, 0, 2")
     if kind == -1:
-        need(len(x) == len(weight), _GMM, f"x lists {len(x)} tensors, weight {len(weight)}; without groups they pair up")
+        need(
+            len(x) == len(weight), _GMM, f"x lists {len(x)} tensors, weight {len(weight)}; without groups they pair up"
+        )
         products = [a @ b for a, b in zip(x, weight)]
         results = [p + b for p, b in zip(products, bias)] if bias else products
         return results if split_item in (0, 1) else [torch.cat(results)]
     need(len(x) == 1 and x[0].dim() == 2, _GMM, "grouped use takes one 2-D x")
-    need(len(weight) == 1, _GMM, f"weight lists {len(weight)} tensors; grouped use has a reference for one stacked tensor")
-    need(split_item in (2, 3), _GMM, f"split_item={split_item} returns one tensor per weight; one stacked weight needs 2 or 3")
+    need(
+        len(weight) == 1,
+        _GMM,
+        f"weight lists {len(weight)} tensors; grouped use has a reference for one stacked tensor",
+    )
+    need(
+        split_item in (2, 3),
+        _GMM,
+        f"split_item={split_item} returns one tensor per weight; one stacked weight needs 2 or 3",
+    )
     need(group_list is not None, _GMM, "group_list is missing")
     need(not bias, _GMM, "bias has no reference in grouped use")
     assert group_list is not None  # for the type checker; checked above
@@ -83,12 +107,24 @@ def npu_grouped_matmul(
     if kind == 0:
         need(experts.dim() == 3, _GMM, f"group_type 0 takes a weight [experts, k, n], got {tuple(experts.shape)}")
         counts = _group_counts(group_list, group_list_type or 0, rows.shape[0])
-        need(len(counts) == experts.shape[0], _GMM, f"group_list has {len(counts)} groups, weight {experts.shape[0]} experts")
-        need(rows.shape[1] == experts.shape[1], _GMM, f"x [.., {rows.shape[1]}] does not multiply weight {tuple(experts.shape)}")
+        need(
+            len(counts) == experts.shape[0],
+            _GMM,
+            f"group_list has {len(counts)} groups, weight {experts.shape[0]} experts",
+        )
+        need(
+            rows.shape[1] == experts.shape[1],
+            _GMM,
+            f"x [.., {rows.shape[1]}] does not multiply weight {tuple(experts.shape)}",
+        )
         return [torch.cat([part @ experts[e] for e, part in enumerate(rows.split(counts))])]
     need(experts.dim() == 2, _GMM, f"group_type 2 takes a weight [k, n], got {tuple(experts.shape)}")
     counts = _group_counts(group_list, group_list_type or 0, rows.shape[1])
-    need(rows.shape[1] == experts.shape[0], _GMM, f"x [.., {rows.shape[1]}] does not multiply weight {tuple(experts.shape)}")
+    need(
+        rows.shape[1] == experts.shape[0],
+        _GMM,
+        f"x [.., {rows.shape[1]}] does not multiply weight {tuple(experts.shape)}",
+    )
     return [torch.stack([a @ b for a, b in zip(rows.split(counts, 1), experts.split(counts))])]
 
 
@@ -102,11 +138,21 @@ def _check_permute(operator: str, tokens: torch.Tensor, indices: torch.Tensor, p
     need_dtype(operator, "indices", indices, (torch.int32, torch.int64))
     need(tokens.dim() == 2, operator, f"tokens has {tokens.dim()} dimensions, 2 are needed")
     need(indices.dim() in (1, 2), operator, f"indices has {indices.dim()} dimensions, 1 or 2 are needed")
-    need(indices.shape[0] == tokens.shape[0], operator, f"indices has {indices.shape[0]} rows, tokens {tokens.shape[0]}")
-    need(indices.numel() < _MAX_INDICES, operator, f"indices has {indices.numel()} elements, fewer than {_MAX_INDICES} are allowed")
+    need(
+        indices.shape[0] == tokens.shape[0], operator, f"indices has {indices.shape[0]} rows, tokens {tokens.shape[0]}"
+    )
+    need(
+        indices.numel() < _MAX_INDICES,
+        operator,
+        f"indices has {indices.numel()} elements, fewer than {_MAX_INDICES} are allowed",
+    )
     if indices.numel():
         low, high = int(indices.min()), int(indices.max())
-        need(low >= 0 and high < _MAX_INDICES, operator, f"indices reach from {low} to {high}; 0 to {_MAX_INDICES - 1} are allowed")
+        need(
+            low >= 0 and high < _MAX_INDICES,
+            operator,
+            f"indices reach from {low} to {high}; 0 to {_MAX_INDICES - 1} are allowed",
+        )
     top_k = indices.shape[1] if indices.dim() == 2 else 1
     need(1 <= top_k <= _MAX_TOP_K, operator, f"{top_k} experts per token; 1 to {_MAX_TOP_K} are allowed")
     return top_k
@@ -125,7 +171,11 @@ def npu_moe_token_permute(
 
 @register_reference("npu::npu_moe_token_permute_grad")
 def npu_moe_token_permute_grad(
-    tokens: torch.Tensor, grad: torch.Tensor, indices: torch.Tensor, sorted_indices: torch.Tensor, padded_mode: bool = False
+    tokens: torch.Tensor,
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    padded_mode: bool = False,
 ) -> torch.Tensor:
     """Gradient of the tokens: the sum over the places that each one went to; dropped places count nothing."""
     top_k = _check_permute("npu_moe_token_permute_grad", tokens, indices, padded_mode)
@@ -134,7 +184,12 @@ def npu_moe_token_permute_grad(
 
 @register_reference("npu::npu_moe_token_permute_grad_v2", counted_as="npu::npu_moe_token_permute_grad")
 def npu_moe_token_permute_grad_v2(
-    grad: torch.Tensor, sorted_indices: torch.Tensor, rows: int, dtype: torch.dtype, top_k: int, padded_mode: bool = False
+    grad: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    top_k: int,
+    padded_mode: bool = False,
 ) -> torch.Tensor:
     """The same without the tokens themselves: only their number and dtype are needed."""
     need(not padded_mode, "npu_moe_token_permute_grad_v2", "padded_mode=True is not supported")
@@ -164,8 +219,14 @@ def _check_unpermute(
         return 1
     need_dtype(operator, "probs", probs, FLOATS)
     need(probs.dim() == 2, operator, f"probs has {probs.dim()} dimensions, 2 are needed")
-    need(probs.numel() == rows, operator, f"probs {tuple(probs.shape)} must weigh the {rows} permuted rows: [tokens, top_k]")
-    need(probs.shape[1] <= _MAX_TOP_K, operator, f"{probs.shape[1]} experts per token; at most {_MAX_TOP_K} are allowed")
+    need(
+        probs.numel() == rows,
+        operator,
+        f"probs {tuple(probs.shape)} must weigh the {rows} permuted rows: [tokens, top_k]",
+    )
+    need(
+        probs.shape[1] <= _MAX_TOP_K, operator, f"{probs.shape[1]} experts per token; at most {_MAX_TOP_K} are allowed"
+    )
     return probs.shape[1]
 
 

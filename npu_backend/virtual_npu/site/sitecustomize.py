@@ -1,8 +1,8 @@
 """Python's own start-up hook, put on PYTHONPATH by `npu-backend run --virtual-npu`.
 
 It arranges that the first `import torch` (or torch_npu) of this process finds virtual NPUs, and then runs the
-sitecustomize that this one hides, if there is one. Processes that never import torch pay nothing. Standard library only:
-any Python that the command starts may read this file, also one without npu_backend.
+sitecustomize that this one hides, if there is one. Processes that never import torch pay nothing. Standard library
+only: any Python that the command starts may read this file, also one without npu_backend.
 """
 
 from __future__ import annotations
