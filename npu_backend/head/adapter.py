@@ -56,7 +56,7 @@ def patch_forward_with_backends(
     """
     backend = "torch" if fused_kernels_backend is None else parse_backend(fused_kernels_backend)
     wanted = parse_bool(use_fused_kernels, "use_fused_kernels")
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = getattr(model, "get_base_model", lambda: model)()
     slot = InstanceSlot(model, "forward")
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     row = Row(str(slot), "ppo_head", model_type, "npu_backend.head", "applied", f"backend {backend}", _WHY)
@@ -127,7 +127,7 @@ def _forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _fused_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The patched forward. `type(model).forward` is looked up now, so that class patches made later count too."""
     own_forward = type(model).forward
@@ -150,23 +150,38 @@ def _fused_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             "replace it. Set use_fused_kernels=False for this model"
         )
 
-    def in_place_of_logits(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        return linear_log_prob(
+    log_probs, entropy = _score(model, head, logits, labels, temperature)
+    kept = {key: value for key, value in output.items() if key != "logits"}
+    output_class = _output_class(type(output))  # type: ignore[arg-type]
+    return output_class(**kept, log_probs=log_probs, entropy=entropy)
+
+
+def _score(
+    model: nn.Module, head: nn.Linear, logits: DeferredLogits, labels: Tensor, temperature: Any
+) -> tuple[Tensor, Tensor]:
+    """(log_probs, entropy), [B, S]: the PPO head in the place of the head's forward.
+
+    It runs through the head's own call, whose hooks gather and free its weight when FSDP2 shards the head by itself.
+    """
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, entropy, _ = linear_log_prob(
             hidden,
             head.weight,
             labels,
             temperature=temperature,
             bias=head.bias,
-            logit_scale=logits.logit_scale,
+            logit_scale=None if logits.logit_scale == 1.0 else logits.logit_scale,
             softcap=logits.softcap,
             impl_backend=getattr(model, BACKEND_ATTRIBUTE),
-        )[:2]
+        )
+        assert entropy is not None  # it is computed unless one asks not to
+        # Copies, because they are views: an in-place operation on a view would lose the hook that FSDP2 puts on it.
+        return log_probs.clone(), entropy.clone()
 
-    # Through the head's own call, whose hooks gather and free its weight when FSDP2 shards the head by itself.
-    with shadowed(head, "forward", in_place_of_logits):
-        log_probs, entropy = head(logits.hidden)
-    kept = {key: value for key, value in output.items() if key != "logits"}
-    return _output_class(type(output))(**kept, log_probs=log_probs, entropy=entropy)
+    with shadowed(head, "forward", forward):
+        scored: tuple[Tensor, Tensor] = head(logits.hidden)
+    return scored
 
 
 def _asks_for_logits(inputs: dict[str, Any]) -> bool:
@@ -185,7 +200,8 @@ def _next_tokens(name: str, inputs: dict[str, Any]) -> Tensor:
 
     Rolling gives the last position of each sequence the first token, as verl's adapters do: mask it in the loss.
     """
-    labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+    labels: Tensor | None = inputs.pop("labels", None)
+    shift_labels: Tensor | None = inputs.pop("shift_labels", None)
     if shift_labels is not None:
         return shift_labels
     given = inputs.get("input_ids") if labels is None else labels
@@ -209,7 +225,7 @@ def _sequence_parallel_size() -> int:
 
 
 def _embeddings(model: nn.Module) -> Any:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def _output_head(model: nn.Module) -> nn.Linear:
@@ -222,19 +238,22 @@ def _output_head(model: nn.Module) -> nn.Linear:
     if head is None:
         raise HeadInputError(f"{name}: no output head on this module; the fused head runs where lm_head is")
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    if not plain or getattr(head, "_hf_tp_plan", None):
-        adapters = ", ".join(getattr(head, "active_adapters", ()))
-        what = f"{type(head).__module__}.{type(head).__name__}" + (f" with adapter {adapters}" if adapters else "")
-        raise HeadInputError(
-            f"{name}: the output head is {what}, not a plain linear layer. The fused head uses a weight and a bias and "
-            "would ignore the rest: keep lm_head out of LoRA, quantisation and tensor parallelism, or set "
-            "use_fused_kernels=False"
-        )
-    return head
+    if plain and not getattr(head, "_hf_tp_plan", None):
+        linear: nn.Linear = head
+        return linear
+    adapters = ", ".join(getattr(head, "active_adapters", ()))
+    what = f"{type(head).__module__}.{type(head).__name__}" + (f" with adapter {adapters}" if adapters else "")
+    raise HeadInputError(
+        f"{name}: the output head is {what}, not a plain linear layer. The fused head uses a weight and a bias and "
+        "would ignore the rest: keep lm_head out of LoRA, quantisation and tensor parallelism, or set "
+        "use_fused_kernels=False"
+    )
 
 
 @functools.cache
 def _output_class(base: type) -> type:
     """The model's own output class with two fields more; `logits` is None in it."""
     fields = [(name, "Any", dataclasses.field(default=None)) for name in ("log_probs", "entropy")]
-    return dataclasses.make_dataclass(f"{base.__name__}ForPPO", fields, bases=(base,), namespace={"__module__": __name__})
+    return dataclasses.make_dataclass(
+        f"{base.__name__}ForPPO", fields, bases=(base,), namespace={"__module__": __name__}
+    )

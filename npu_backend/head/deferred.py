@@ -27,7 +27,7 @@ _NO_CHANGE = ("to", "float", "contiguous")
 _QUESTIONS = (
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.device.__get__,
     Tensor.size,
     Tensor.dim,
 )
@@ -45,12 +45,6 @@ class DeferredLogits(Tensor):
     hidden: Tensor
     stages: tuple[tuple[float, float], ...]
 
-    @classmethod
-    def make(cls, hidden: Tensor, shape: torch.Size, stages: tuple[tuple[float, float], ...]) -> DeferredLogits:
-        made: DeferredLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=hidden.dtype, device=hidden.device)
-        made.hidden, made.stages = hidden, stages
-        return made
-
     @property
     def logit_scale(self) -> float:
         """The factor on the logits, before any saturation."""
@@ -63,7 +57,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operation on the logits comes here; there is nothing to compute it with, so it is recorded or refused."""
+        """Every operation on the logits comes here. There is nothing to compute it on: it is recorded or refused."""
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -78,23 +72,32 @@ class DeferredLogits(Tensor):
             if name in _DIVIDE and args[0] is logits:
                 return logits._scaled(1.0, float(number))
         if logits is not None and name in _TANH and len(logits.stages) == 1:
-            return cls.make(logits.hidden, logits.shape, (*logits.stages, (1.0, 1.0)))
+            return _deferred(logits.hidden, logits.shape, (*logits.stages, (1.0, 1.0)))
         raise _unknown(name)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What got past `__torch_function__` would read the storage that is not there."""
         raise _unknown(str(func))
 
-    def _scaled(self, up: float, down: float) -> DeferredLogits:
+    def _scaled(self, up: float, down: float) -> Any:
         *before, (multiplied, divided) = self.stages
-        return self.make(self.hidden, self.shape, (*before, (multiplied * up, divided * down)))
+        return _deferred(self.hidden, self.shape, (*before, (multiplied * up, divided * down)))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # no graph can hold a tensor without storage
+def _deferred(hidden: Tensor, shape: torch.Size, stages: tuple[tuple[float, float], ...]) -> DeferredLogits:
+    made: DeferredLogits = Tensor._make_wrapper_subclass(
+        DeferredLogits, shape, dtype=hidden.dtype, device=hidden.device
+    )
+    made.hidden, made.stages = hidden, stages
+    return made
 
 
 def _unknown(operation: str) -> HeadInputError:
     return HeadInputError(
-        f"the model's forward does {operation!r} with its logits, which the fused head cannot follow (it knows a number "
-        "as factor or divisor, tanh, and casts). Set use_fused_kernels=False for this model"
+        f"the model's forward does {operation!r} with its logits, which the fused head cannot follow (it knows a "
+        "number as factor or divisor, tanh, and casts). Set use_fused_kernels=False for this model"
     )
 
 
@@ -104,9 +107,9 @@ class _StandIn:
     def __init__(self, head: nn.Linear) -> None:
         self._head = head
 
-    def __call__(self, hidden: Tensor) -> DeferredLogits:
+    def __call__(self, hidden: Tensor) -> Any:
         shape = torch.Size((*hidden.shape[:-1], self._head.out_features))
-        return DeferredLogits.make(hidden, shape, ((1.0, 1.0),))
+        return _deferred(hidden, shape, ((1.0, 1.0),))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
