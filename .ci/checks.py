@@ -2,9 +2,10 @@
 
     .venv/bin/python .ci/checks.py lint | test | test-all
 
-`test` is lint, then the tests on each supported transformers, on plain CPU and on a virtual NPU, then the packaging tests;
-`test-all` takes the tests marked slow as well. The last line is `N passed, N failed, N skipped`, summed over pytest's runs;
-a step that fails without a failing test (a crash, no test found, lint) counts as one failure. Exit status 1 if any.
+`test` is lint, then the tests on each supported transformers, on plain CPU and on a virtual NPU, then the packaging
+tests; `test-all` takes the tests marked slow as well. The last line is `N passed, N failed, N skipped`, summed over
+pytest's runs; a step that fails without a failing test (a crash, no test found, lint) counts as one failure. Exit
+status 1 if there is any.
 """
 
 from __future__ import annotations

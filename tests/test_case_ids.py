@@ -1,0 +1,42 @@
+"""The case log and the tests speak of the same cases: no unknown id, and no case silently without a test."""
+
+from __future__ import annotations
+
+import ast
+import csv
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+# Cases whose feature is not built yet; a test for one of them takes it off this list.
+LATER = set(
+    "A30 D12 D15 D19 D20 D24 D25 D33 D35 D36 "
+    "C01 C02 C03 C04 C05 C07 C10 C11 C12 C13 C14 E01 E03 E04 E05 E06 E07 E08 E09 E10".split()
+)
+
+
+def claimed_cases() -> dict[str, set[str]]:
+    """Case id -> names of the test files with a `pytest.mark.case("A01", ...)` that names it."""
+    found: dict[str, set[str]] = {}
+    for path in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.case"):
+                for argument in node.args:
+                    found.setdefault(ast.literal_eval(argument), set()).add(path.name)
+    return found
+
+
+def logged_cases() -> set[str]:
+    """The ids of the case log."""
+    with (TESTS / "cases" / "case_log.csv").open(encoding="utf-8", newline="") as file:
+        return {row["id"] for row in csv.DictReader(file)}
+
+
+def test_every_claimed_case_is_logged() -> None:
+    unknown = {case: files for case, files in claimed_cases().items() if case not in logged_cases()}
+    assert not unknown
+
+
+def test_every_logged_case_is_claimed_or_listed_for_later() -> None:
+    assert sorted(logged_cases() - claimed_cases().keys() - LATER) == []
+    assert sorted(LATER & claimed_cases().keys()) == [], "tested now: take them off the list"
