@@ -12,7 +12,7 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 
 # python3 -m venv, pip install; $@ is the stamp .venv*/.ready
-new_venv = set -e; python=$$(sh .ci/find-python $(PYTHON)); "$$python" -m venv --clear $(@D)
+new_venv = set -e; python=$$(sh .ci/find-python $(PYTHON)); echo "making $(@D); this takes minutes"; "$$python" -m venv --clear $(@D)
 pip_install = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 add_missing = $(@D)/bin/python .ci/add_missing.py
 
@@ -56,20 +56,20 @@ fetch-torch-npu: .venv/.installed
 REQUIREMENTS := $(wildcard requirements/*.txt)
 
 .venv/.ready: $(REQUIREMENTS)
-	$(new_venv)
+	@$(new_venv)
 	$(pip_install) "$(TORCH_SPEC)" -r requirements/transformers5.txt
 	$(add_missing) requirements/no-deps.txt --quiet --no-deps $(PIP_ARGS)
 	touch $@
 
 .venv-tf4/.ready: $(REQUIREMENTS)
-	$(new_venv)
+	@$(new_venv)
 	$(pip_install) "$(TORCH_SPEC)" -r requirements/transformers4.txt
 	touch $@
 
 # On a host with torch (an Ascend image): its packages are seen and kept, also where its Python is itself a virtual
 # environment (so not --system-site-packages). Nothing that is added depends on torch, so pip cannot move it.
 .venv-demo/.ready: $(REQUIREMENTS)
-	$(new_venv); "$$python" -c 'import sys; print("import site;", *(f"site.addsitedir({p!r});" for p in sys.path if p.endswith("-packages")))' \
+	@$(new_venv); "$$python" -c 'import sys; print("import site;", *(f"site.addsitedir({p!r});" for p in sys.path if p.endswith("-packages")))' \
 		> $$(echo $(@D)/lib/python3*/site-packages)/host.pth
 	$(add_missing) requirements/demo.txt --quiet $(PIP_ARGS)
 	$(add_missing) requirements/no-deps.txt --quiet --no-deps $(PIP_ARGS)

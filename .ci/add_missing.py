@@ -2,7 +2,7 @@
 
     python .ci/add_missing.py requirements/no-deps.txt --no-deps [further arguments of pip install]
 
-pip alone would replace the host's transformers by the pinned one, and lay upstream triton over an image's triton-ascend.
+pip alone would replace the host's transformers by the pinned one, and put upstream triton over triton-ascend.
 """
 
 from __future__ import annotations

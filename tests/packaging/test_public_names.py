@@ -20,7 +20,8 @@ SIGNATURES = {
     "verify": "(model_config=None, *, model=None, dtype=None)",
     "FusedLinearForPPO": "(chunk_size=512, impl_backend=None)",
     "linear_log_prob": "(hidden_states, vocab_weights, labels, *, temperature=1.0, bias=None, logit_scale=None, "
-    "softcap=None, ignore_index=-100, calculate_entropy=True, impl_backend=None, process_group=None, logits_cache_gib=None)",
+    "softcap=None, ignore_index=-100, calculate_entropy=True, impl_backend=None, process_group=None, "
+    "logits_cache_gib=None)",
     "linear_cross_entropy": "(hidden, weight, labels, temperature=1.0, reduction='none', dist_process_group=None)",
     "patch_forward_with_backends": "(model, use_fused_kernels=False, fused_kernels_backend=None)",
 }
