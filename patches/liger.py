@@ -91,6 +91,10 @@ _ASCEND_FUNCTIONS = (
     "LigerRopeFunction",
     "LigerQwen2VLMRopeFunction",
 )
+_TRITON_FOR_NPU = (
+    "On an NPU Liger 0.8.5 needs triton-ascend 3.2.2, from Ascend's own package index (PyPI's is older), and no "
+    "upstream triton over it: `pip uninstall triton`, `pip install --no-deps --force-reinstall triton-ascend==3.2.2`"
+)
 _ALWAYS_OFF = ("cross_entropy", "fused_linear_cross_entropy")
 _WHY = {
     "rms_norm": "one kernel for the norm instead of a chain of elementwise ones",
@@ -148,8 +152,7 @@ def check_ascend_operators() -> None:
     found = ", ".join(f"{name} {_version(name)}" for name in ("liger-kernel", "triton-ascend", "triton"))
     raise BackendUnavailableError(
         f"use_liger on an NPU: {', '.join(foreign)} of liger_kernel.ops are Liger's CUDA kernels; {cause}. "
-        f"Installed: {found}. Liger 0.8.5 needs triton-ascend 3.2.2 (from Ascend's own package index; PyPI lacks it) and "
-        "no upstream triton in its place: `pip uninstall triton`, then `pip install --no-deps --force-reinstall triton-ascend==3.2.2`; or set use_liger=False"
+        f"Installed: {found}. {_TRITON_FOR_NPU}; or set use_liger=False"
     )
 
 
@@ -229,8 +232,8 @@ def _import_liger(family: str) -> str | None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "triton":
             raise BackendUnavailableError(
-                f"use_liger=True, but {release} finds no triton ({error}). On an NPU: `pip install --no-deps "
-                "triton-ascend==3.2.2` from Ascend's package index; on CUDA: `pip install triton`"
+                f"use_liger=True, but {release} finds no triton ({error}). {_TRITON_FOR_NPU}. On CUDA: "
+                "`pip install triton`"
             ) from error
         return f"{release} cannot be used with transformers {_version('transformers')}: {type(error).__name__}: {error}"
     except Exception as error:
