@@ -1,0 +1,247 @@
+"""Hopper's fused GEMM of the PPO head: logits are consumed in registers, in forward and in backward.
+
+One persistent, warp-specialised kernel in Triton's Gluon: a producer warp keeps tiles of x and W flowing into shared
+memory (TMA), two consumer warpgroups multiply the two halves of each tile (wgmma). They share the tiles but no
+barrier, so that one falls behind the other and each one's epilogue hides behind the other's multiplications. The
+epilogue is either
+
+* `statistics`: softmax statistics of the tile's columns, and, where asked for, the scores themselves in half precision;
+* `gradient`: the gradient of the logits, rounded once to the operands' dtype.
+
+So a pass without gradients writes no logits, and a backward pass that recomputes them never reads any.
+
+What the numbers mean is said in `rows_cuda`, whose kernels do the same to logits from a library's GEMM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# A tile of the product is 128 rows (64 for each consumer) by 256 columns; 64 of H are in one stage of the pipeline.
+ROWS = gl.constexpr(128)
+HALF = gl.constexpr(64)
+COLUMNS = gl.constexpr(256)
+DEPTH = gl.constexpr(64)
+STORE_COLUMNS = gl.constexpr(64)
+NEVER = gl.constexpr(-1.0e30)
+PIPELINE = 4  # stages
+GROUP_ROWS = 16  # row tiles that sweep the columns together
+
+
+@gluon.jit
+def _position(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
+    """Row and column of a tile: GROUP row tiles at a time sweep the columns, so that both operands stay in L2."""
+    group = tile // (GROUP * column_tiles)
+    first = group * GROUP
+    height = gl.minimum(row_tiles - first, GROUP)
+    within = tile - group * (GROUP * column_tiles)
+    return (first + within % height) * ROWS, (within // height) * COLUMNS
+
+
+@gluon.jit
+def _produce(x, w, x_tiles, w_tiles, filled, drained, row_tiles, column_tiles, steps, GROUP: gl.constexpr,
+             STAGES: gl.constexpr):  # fmt: skip
+    count = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        row, column = _position(tile, row_tiles, column_tiles, GROUP)
+        for step in range(steps):
+            stage = count % STAGES
+            mbarrier.wait(drained.index(stage), ((count // STAGES) & 1) ^ 1)
+            mbarrier.expect(filled.index(stage), x.block_type.nbytes + w.block_type.nbytes)
+            tma.async_copy_global_to_shared(x, [row, step * DEPTH], filled.index(stage), x_tiles.index(stage))
+            tma.async_copy_global_to_shared(w, [column, step * DEPTH], filled.index(stage), w_tiles.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _multiply(x_tiles, w_tiles, filled, drained, count, steps, MINE: gl.constexpr, STAGES: gl.constexpr):
+    """This warpgroup's half tile of x W^T [64, 256], and the advanced count of pipeline stages."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    product = gl.zeros([HALF, COLUMNS], gl.float32, layout)
+    for step in range(steps):
+        stage = count % STAGES
+        mbarrier.wait(filled.index(stage), (count // STAGES) & 1)
+        mine = x_tiles.index(stage).slice(MINE * HALF, HALF, dim=0)
+        product = hopper.warpgroup_mma(
+            mine, w_tiles.index(stage).permute((1, 0)), product, use_acc=step > 0, is_async=True
+        )
+        product = hopper.warpgroup_mma_wait(1, deps=(product,))
+        # All but the newest product are done, so the stage before this one is free.
+        mbarrier.arrive(drained.index((count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        count += 1
+    product = hopper.warpgroup_mma_wait(0, deps=(product,))
+    mbarrier.arrive(drained.index((count + STAGES - 1) % STAGES), count=1)
+    return product, count
+
+
+@gluon.jit
+def _store(values, target, staging, row, column, MINE: gl.constexpr):
+    """Write [64, 256] through shared memory, 64 columns at a time, clipped to the target by TMA."""
+    left, right = values.reshape([HALF, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
+    for half in gl.static_range(2):
+        part = left if half == 0 else right
+        first, second = part.reshape([HALF, 2, STORE_COLUMNS]).permute((0, 2, 1)).split()
+        for quarter in gl.static_range(2):
+            buffer = staging.index(2 * MINE + quarter)
+            tma.store_wait(1)  # the store before the last one has left this buffer
+            buffer.store(first if quarter == 0 else second)
+            hopper.fence_async_shared()
+            tma.async_copy_shared_to_global(
+                target, [row, column + (half * 2 + quarter) * STORE_COLUMNS], buffer
+            )
+
+
+@gluon.jit
+def _consume_statistics(x_tiles, w_tiles, filled, drained, staging, kept, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles,
+                        column_tiles, KEEP: gl.constexpr, MINE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    count = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        row, column = _position(tile, row_tiles, column_tiles, GROUP)
+        rows = row + MINE * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        factor = gl.load(rows_ptr + rows, mask=rows < M, other=1.0)
+        base = gl.load(rows_ptr + M + rows, mask=rows < M, other=0.0)
+        product, count = _multiply(x_tiles, w_tiles, filled, drained, count, steps, MINE, STAGES)
+        if column + COLUMNS > V:
+            columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+            product = gl.where((columns < V)[None, :], product, NEVER)
+        largest = gl.max(product, 1)
+        if KEEP:
+            scores = gl.fma(product, gl.expand_dims(factor, 1), gl.expand_dims(-base, 1))
+            _store(scores.to(gl.float16), kept, staging, row + MINE * HALF, column, MINE)
+        shifted = gl.fma(product, gl.expand_dims(factor, 1), gl.expand_dims(-largest * factor, 1))
+        weights = gl.exp2(shifted)
+        total = gl.sum(weights, 1)
+        weighted = gl.sum(weights * shifted, 1)
+        target = partials_ptr + (column // COLUMNS).to(gl.int64) * M + rows
+        gl.store(target, largest * factor - base, mask=rows < M)
+        gl.store(target + plane, total, mask=rows < M)
+        gl.store(target + plane + plane, weighted, mask=rows < M)
+    if KEEP:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _consume_gradient(x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, M, steps, row_tiles, column_tiles,
+                      MINE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    count = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
+        row, column = _position(tile, row_tiles, column_tiles, GROUP)
+        rows = row + MINE * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        factor = gl.load(rows_ptr + rows, mask=rows < M, other=0.0)
+        shift = gl.load(rows_ptr + M + rows, mask=rows < M, other=0.0)
+        constant = gl.load(rows_ptr + 2 * M + rows, mask=rows < M, other=0.0)
+        slope = gl.load(rows_ptr + 3 * M + rows, mask=rows < M, other=0.0)
+        product, count = _multiply(x_tiles, w_tiles, filled, drained, count, steps, MINE, STAGES)
+        log_p = gl.fma(product, gl.expand_dims(factor, 1), gl.expand_dims(shift, 1))
+        gradient = gl.exp2(log_p) * gl.fma(log_p, gl.expand_dims(slope, 1), gl.expand_dims(constant, 1))
+        _store(gradient.to(target.dtype), target, staging, row + MINE * HALF, column, MINE)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["plane", "M", "V", "steps", "row_tiles", "column_tiles"])
+def _kernel(x, w, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles,
+            GRADIENT: gl.constexpr, KEEP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
+    w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
+    staging = gl.allocate_shared_memory(target.dtype, [4, HALF, STORE_COLUMNS], target.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(filled.index(stage), count=1)
+        mbarrier.init(drained.index(stage), count=2)
+    hopper.fence_async_shared()
+    if GRADIENT:
+        gl.warp_specialize(
+            [
+                (_consume_gradient, (x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, M, steps, row_tiles, column_tiles, 0, GROUP, STAGES)),
+                (_consume_gradient, (x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, M, steps, row_tiles, column_tiles, 1, GROUP, STAGES)),
+                (_produce, (x, w, x_tiles, w_tiles, filled, drained, row_tiles, column_tiles, steps, GROUP, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume_statistics, (x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles, KEEP, 0, GROUP, STAGES)),
+                (_consume_statistics, (x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles, KEEP, 1, GROUP, STAGES)),
+                (_produce, (x, w, x_tiles, w_tiles, filled, drained, row_tiles, column_tiles, steps, GROUP, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+def unusable_reason(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float) -> str | None:
+    """Why the kernel cannot take these inputs, or None."""
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        return "it is written for compute capability 9.0"
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"it multiplies bfloat16 or float16, not {x.dtype}"
+    if bias is not None or softcap is not None or logit_scale <= 0.0:
+        return "it knows no bias, softcap or negative logit scale"
+    if x.shape[1] % 8 != 0 or weight.stride() != (x.shape[1], 1):
+        return "rows of x and W must begin at multiples of 16 bytes, contiguous"
+    return None
+
+
+def parts(columns: int) -> int:
+    """How many parts of statistics `statistics` leaves for that many columns."""
+    return -(-columns // COLUMNS.value)
+
+
+def statistics(
+    x: Tensor, w: Tensor, kept: Tensor | None, factor: Tensor, base: Tensor, partials: Tensor, logit_scale: float
+) -> None:
+    """What `rows_cuda.statistics` does, from x [M, H] and w [C, H]: into partials [3, parts(C), M] and kept [M, C]."""
+    rows = torch.stack((factor * logit_scale, base))
+    _launch(x, w, kept, rows, partials, gradient=False)
+
+
+def gradient(x: Tensor, w: Tensor, target: Tensor, coefficients: Any, logit_scale: float) -> None:
+    """What `rows_cuda.gradient` does, from x [M, H] and w [C, H], into target [M, C]."""
+    rows = torch.stack(
+        (
+            coefficients.factor * logit_scale,
+            coefficients.shift - coefficients.base,
+            coefficients.constant,
+            coefficients.slope,
+        )
+    )
+    _launch(x, w, target, rows, rows, gradient=True)
+
+
+def _launch(x: Tensor, w: Tensor, target: Tensor | None, rows: Tensor, partials: Tensor, *, gradient: bool) -> None:
+    count, columns = x.shape[0], w.shape[0]
+    tile = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    depth, height, width = DEPTH.value, ROWS.value, COLUMNS.value
+    destination = x if target is None else target  # a descriptor is needed even where nothing is stored
+    _kernel[(torch.cuda.get_device_properties(x.device).multi_processor_count,)](
+        TensorDescriptor.from_tensor(x, [height, depth], tile),
+        TensorDescriptor.from_tensor(w, [width, depth], tile),
+        TensorDescriptor.from_tensor(destination, [HALF.value, STORE_COLUMNS.value], tile),
+        rows,
+        partials,
+        partials.stride(0),
+        count,
+        columns,
+        -(-x.shape[1] // depth),
+        -(-count // height),
+        -(-columns // width),
+        GRADIENT=gradient,
+        KEEP=target is not None,
+        GROUP=GROUP_ROWS,
+        STAGES=PIPELINE,
+        num_warps=4,
+    )
