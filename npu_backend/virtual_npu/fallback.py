@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
     names = [argument.name for argument in schema.arguments]
     resizable = [i for i, argument in enumerate(schema.arguments) if argument.is_out]
     written = [_written_argument(schema, result) for result in schema.returns]
-    seeded = torch.Tag.nondeterministic_seeded in op.tags
+    draws = _draws(op)
     label = _label(op)
     checked = label.partition(".")[0] not in _MIXED_DEVICES
 
@@ -123,13 +124,13 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
             own = place[0][place[1]] = place[0][place[1]].clone()
             outs.append((args[index] if index < len(args) else kwargs[names[index]], own))
         with torch._C._AutoDispatchBelowAutograd():
-            if not seeded:
+            if not draws:
                 result = op(*cpu_args, **cpu_kwargs)
             elif "generator" in names:
                 cpu_kwargs["generator"] = random.cpu_generator(device, kwargs.get("generator"))
                 result = op(*cpu_args, **cpu_kwargs)
             else:
-                with random.default_generator(device):
+                with random.seeded(random.next_seed(device)):
                     result = op(*cpu_args, **cpu_kwargs)
             for out, own in outs:
                 if out.shape != own.shape:
@@ -242,38 +243,53 @@ def _without_reference(name: str) -> Kernel:
 
 
 def _implement_reference(reference: registry.Reference) -> None:
+    op = _overload(reference.name)
+    if op is None:
+        return  # a reference of an operator that this torch_npu does not have
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        implement(reference.name, _reference_kernel(reference))
+        implement(reference.name, _reference_kernel(reference, _draws(op)))
         if reference.differentiable:
-            implement(reference.name, _recomputed(reference), "AutogradPrivateUse1")
+            implement(reference.name, _recomputed(reference, _draws(op)), "AutogradPrivateUse1")
 
 
-def _reference_kernel(reference: registry.Reference) -> Kernel:
+def _draws(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator takes random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def _run_reference(reference: registry.Reference, args: Any, kwargs: dict[str, Any], seed: int | None) -> Any:
+    """The reference on CPU operands. No torch function: `with torch.device("npu")` must not reach its own tensors."""
+    drawing = nullcontext() if seed is None else random.seeded(seed)
+    with torch._C.DisableTorchFunction(), drawing:
+        return reference.function(*map(to_cpu, args), **{name: to_cpu(value) for name, value in kwargs.items()})
+
+
+def _reference_kernel(reference: registry.Reference, draws: bool) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         registry.count(reference.counted_as)
         device = _device_of(args) or _device_of(kwargs.values()) or _current_device()
-        # No torch function: `with torch.device("npu")` must not put the reference's own tensors on the device.
-        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
-            result = reference.function(*map(to_cpu, args), **{name: to_cpu(value) for name, value in kwargs.items()})
-            return from_cpu(result, device)
+        with torch._C._AutoDispatchBelowAutograd():
+            seed = random.next_seed(device) if draws else None
+            return from_cpu(_run_reference(reference, args, kwargs, seed), device)
 
     return kernel
 
 
-def _recomputed(reference: registry.Reference) -> Kernel:
-    """An autograd kernel whose backward differentiates the reference on the CPU."""
-    op = _overload(reference.name)
+def _recomputed(reference: registry.Reference, draws: bool) -> Kernel:
+    """An autograd kernel whose backward differentiates the reference on the CPU, with the forward's random numbers."""
 
     class Recomputed(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+            registry.count(reference.counted_as)
+            device = _device_of(args) or _current_device()
             ctx.kwargs = kwargs
+            ctx.seed = random.next_seed(device) if draws else None
             ctx.tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
             ctx.others = [None if isinstance(value, torch.Tensor) else value for value in args]
             ctx.save_for_backward(*(args[i] for i in ctx.tensors))
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(*args, **kwargs)  # type: ignore[misc]  # a reference is only installed for an operator
+            return from_cpu(_run_reference(reference, args, kwargs, ctx.seed), device)
 
         @staticmethod
         @torch.autograd.function.once_differentiable
@@ -282,12 +298,11 @@ def _recomputed(reference: registry.Reference) -> Kernel:
             args = list(ctx.others)
             for i, saved in zip(ctx.tensors, ctx.saved_tensors):
                 args[i] = alias(saved).detach().requires_grad_(ctx.needs_input_grad[i + 1])
-            with torch._C.DisableTorchFunction(), torch.enable_grad():
-                outputs = reference.function(*args, **{name: to_cpu(value) for name, value in ctx.kwargs.items()})
             wanted = [i for i in ctx.tensors if ctx.needs_input_grad[i + 1]]
-            found = torch.autograd.grad(
-                outputs, [args[i] for i in wanted], [alias(g) for g in grads], allow_unused=True
-            )
+            with torch.enable_grad():
+                outputs = _run_reference(reference, args, ctx.kwargs, ctx.seed)
+            upstream = [alias(grad) for grad in grads]
+            found = torch.autograd.grad(outputs, [args[i] for i in wanted], upstream, allow_unused=True)
             results: list[torch.Tensor | None] = [None] * (len(args) + 1)
             for i, gradient in zip(wanted, found):
                 results[i + 1] = None if gradient is None else to_device(gradient, grads[0].device)

@@ -92,8 +92,8 @@ def prepare(*, force: bool = False) -> tuple[Path, Path | None]:
     driver = _real_driver()
     if driver and not force:
         raise BackendUnavailableError(
-            f"this host has a real Ascend driver ({driver}), which the virtual NPU would hide; use the device, or ask for "
-            "the virtual one all the same: activate(force=True), npu-backend run --force"
+            f"this host has a real Ascend driver ({driver}), which the virtual NPU would hide; use the device, or ask "
+            "for the virtual one all the same: activate(force=True), npu-backend run --force"
         )
     wheel_folder = wheel.torch_npu_folder()
     return build.runtime_folder(), wheel_folder

@@ -18,21 +18,22 @@ _MIX = 0x9E3779B97F4A7C15  # spreads (seed, offset) over 64 bits
 
 def cpu_generator(device: torch.device, generator: torch.Generator | None) -> torch.Generator:
     """A CPU generator for one draw of a device's generator (its default one when None)."""
-    return torch.Generator(device="cpu").manual_seed(_next_seed(device, generator))
+    return torch.Generator(device="cpu").manual_seed(next_seed(device, generator))
 
 
 @contextmanager
-def default_generator(device: torch.device) -> Iterator[None]:
-    """For operators without a generator argument: the CPU's default generator stands in for the device's meanwhile."""
+def seeded(seed: int) -> Iterator[None]:
+    """For functions without a generator argument: the CPU's default generator, seeded, stands in for the device's."""
     state = torch.get_rng_state()
-    torch.default_generator.manual_seed(_next_seed(device, None))
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
         torch.set_rng_state(state)
 
 
-def _next_seed(device: torch.device, generator: torch.Generator | None) -> int:
+def next_seed(device: torch.device, generator: torch.Generator | None = None) -> int:
+    """What seeds the next draw of the device's generator; moves its offset."""
     if generator is None:
         import torch_npu
 

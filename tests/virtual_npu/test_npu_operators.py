@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @dataclass(frozen=True)
 class Case:
-    """An operator as its users call it, the formula it stands for, its inputs, and what is called in both directions."""
+    """An operator as its users call it, the formula it stands for, its inputs, and the calls in both directions."""
 
     call: Callable[..., Tensor]
     formula: Callable[..., Tensor]
@@ -60,7 +60,9 @@ class GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, counts):
         ctx.save_for_backward(x, weight, counts)
-        return npu.npu_grouped_matmul([x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1)[0]
+        return npu.npu_grouped_matmul([x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1)[
+            0
+        ]
 
     @staticmethod
     def backward(ctx, grad):
@@ -131,7 +133,11 @@ CASES = {
             "probs": normal(5, 2, seed=2).softmax(-1),
             "experts": torch.tensor([[0, 3], [1, 0], [3, 1], [0, 1], [3, 0]]),
         },
-        {"npu::npu_grouped_matmul": 3, **both("npu_moe_token_permute", "_grad"), **both("npu_moe_token_unpermute", "_grad")},
+        {
+            "npu::npu_grouped_matmul": 3,
+            **both("npu_moe_token_permute", "_grad"),
+            **both("npu_moe_token_unpermute", "_grad"),
+        },
     ),
     "cross entropy per token": Case(
         lambda input, target: -npu.npu_cross_entropy_loss(input, target, reduction="none")[0],

@@ -1,4 +1,4 @@
-"""Documented limits of npu:: operators are errors on the virtual NPU (arithmetic by the CPU), and unknown ones say so."""
+"""Documented limits of npu:: operators are errors on the virtual NPU (arithmetic by the CPU); unknown ones say so."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ RULED_OUT = {
     "rotary batch of 1000": (lambda: npu.npu_rotary_mul(rand(1000, 1, 2, 4), *[rand(1, 1, 2, 4)] * 2), "below 1000"),
     "rotary mode": (lambda: npu.npu_rotary_mul(rand(1, 1, 2, 4), *[rand(1, 1, 2, 4)] * 2, "full"), "'full'"),
     # B08
-    "counts taken for sums": (lambda: gmm(rand(5, 4), rand(3, 4, 2), ints(3, 0, 2), group_list_type=0), "must not fall"),
+    "counts taken for sums": (
+        lambda: gmm(rand(5, 4), rand(3, 4, 2), ints(3, 0, 2), group_list_type=0),
+        "must not fall",
+    ),
     "sums taken for counts": (lambda: gmm(rand(5, 4), rand(3, 4, 2), ints(3, 3, 5)), "covers 11 rows, x has 5"),
     "negative count": (lambda: gmm(rand(5, 4), rand(3, 4, 2), ints(6, -1, 0)), "negative"),
     "groups without a list": (lambda: gmm(rand(5, 4), rand(3, 4, 2), None), "group_list is missing"),
@@ -77,7 +80,9 @@ def test_what_the_documentation_rules_out_is_an_error(call, message: str) -> Non
 
 
 def test_an_operator_without_a_reference_says_how_to_add_one() -> None:
-    with pytest.raises(NPUBackendError, match=r"npu::npu_gelu has no CPU reference.*register_reference\('npu::npu_gelu'\)"):
+    with pytest.raises(
+        NPUBackendError, match=r"npu::npu_gelu has no CPU reference.*register_reference\('npu::npu_gelu'\)"
+    ):
         npu.npu_gelu(rand(3))
 
 

@@ -1,4 +1,4 @@
-"""The software CANN runtime under the real torch_npu, a virtual NPU (arithmetic by the CPU): devices, memory, streams."""
+"""The software CANN runtime, a virtual NPU (arithmetic by the CPU) under the real torch_npu: devices, memory, streams."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from npu_backend import soc, virtual_npu
 from npu_backend.virtual_npu import build
 
 MIB = 1 << 20
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = (*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def test_two_devices_that_say_what_they_are() -> None:
@@ -55,12 +57,7 @@ def test_out_of_memory_is_torch_npus_own_error() -> None:
     assert torch.ones(2, device="npu").sum().item() == 2  # and the device is still of use
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16]
-    + [torch.float32, torch.float64, torch.complex64, torch.complex128],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_copies_keep_every_dtype_and_layout(dtype: torch.dtype) -> None:
     values = (torch.arange(24) % 5).reshape(2, 3, 4).to(dtype)
     forms = {

@@ -1,4 +1,4 @@
-"""aten operators on a virtual NPU (arithmetic by the CPU) against plain CPU: a sample of torch's operator database, and models."""
+"""aten operators on a virtual NPU (arithmetic by the CPU) against plain CPU: torch's operator database, and a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 _opinfo = pytest.importorskip(
-    "torch.testing._internal.common_methods_invocations", reason="torch's operator database needs the expecttest package"
+    "torch.testing._internal.common_methods_invocations",
+    reason="torch's operator database needs the expecttest package",
 )
 
 # Elementwise, reductions, indexing, shapes, matmul, normalisation, losses, scans: what training code is made of.
@@ -17,8 +18,9 @@ NAMES = """
     linalg.vector_norm nn.functional.linear nn.functional.gelu nn.functional.silu nn.functional.layer_norm
     nn.functional.rms_norm nn.functional.cross_entropy nn.functional.embedding nn.functional.nll_loss
     nn.functional.scaled_dot_product_attention nn.functional.pad nn.functional.conv2d nn.functional.mse_loss
-    cat stack split chunk transpose permute expand index_select index_add index_put gather scatter scatter_add masked_fill
-    masked_select topk sort unique tril triu roll repeat_interleave flip nonzero histc bincount searchsorted
+    cat stack split chunk transpose permute expand index_select index_add index_put gather scatter scatter_add
+    masked_fill masked_select topk sort unique tril triu roll repeat_interleave flip nonzero histc bincount searchsorted
+    renorm fft.rfft fft.irfft stft nn.functional.l1_loss nn.functional.kl_div
 """.split()
 
 
@@ -51,7 +53,7 @@ def test_operator_equals_the_cpu_forward_and_gradient(name: str) -> None:
     dtype = torch.float32 if torch.float32 in op.supported_dtypes("cpu") else torch.int64
     with_grad = dtype == torch.float32 and op.supports_autograd
     compared = 0
-    for sample in list(op.sample_inputs("cpu", dtype, requires_grad=with_grad))[:4]:
+    for sample in list(op.sample_inputs("cpu", dtype, requires_grad=with_grad))[:3]:
         expected, expected_grads = _outputs(op, sample, lambda value: value)
         got, got_grads = _outputs(op, sample, _to_npu)
         assert len(got) == len(expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-_THEMES = ("dense", "moe", "loss", "attention")
+_THEMES = ("attention", "dense", "gradients", "loss", "moe")
 
 
 def load() -> None:
