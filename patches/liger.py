@@ -19,6 +19,7 @@ from typing import Any
 
 from npu_backend import log
 from npu_backend.errors import BackendUnavailableError
+from npu_backend.families import families_of
 from npu_backend.patches.engine import Patch, PatchSet, Plan, Row
 
 _ROPE = ("apply_rotary_pos_emb",)
@@ -107,22 +108,21 @@ _WHY = {
 def install(plan: Plan) -> list[Row]:
     """Run Liger's patching for the planned targets; return the rows for what it was not asked, or not able, to do."""
     monkey_patch = importlib.import_module(_MONKEY_PATCH)
-    planned = {row.target for row in plan.rows if row.state == "planned"}
+    wanted = {row.target for row in plan.rows if row.state in ("planned", "applied")}
+    new = {row.model_type for row in plan.rows if row.state == "planned"}
     rows: list[Row] = []
     turned_off: dict[str, tuple[str, ...]] = {}
     for family in plan.families:
         options = {
-            option: any(_target(family, name) in planned for name in names)
+            option: any(_target(family, name) in wanted for name in names)
             for option, names in {"rope": (), "rms_norm": (), "swiglu": (), **REPLACED.get(family, {})}.items()
-        }
-        if not any(options.values()):
-            continue
-        function = getattr(monkey_patch, f"apply_liger_kernel_to_{family}")
-        options |= dict.fromkeys(_ALWAYS_OFF, False)
-        known = inspect.signature(function).parameters
-        function(**{option: on for option, on in options.items() if option in known})
+        } | dict.fromkeys(_ALWAYS_OFF, False)
         turned_off[family] = tuple(option for option, on in options.items() if not on)
-        rows += _rows_beside(family, [option for option in options if option not in known], plan.context)
+        if family in new:
+            function = getattr(monkey_patch, f"apply_liger_kernel_to_{family}")
+            known = inspect.signature(function).parameters
+            function(**{option: on for option, on in options.items() if option in known})
+            rows += _rows_beside(family, [option for option in options if option not in known], plan.context)
     _keep_off(monkey_patch, turned_off)
     if plan.context.config.use_fused_kernels:
         log.info_rank0(
@@ -142,6 +142,9 @@ def check_ascend_operators() -> None:
     operators = importlib.import_module("liger_kernel.ops")
     functions = {name: getattr(operators, name, None) for name in _ASCEND_FUNCTIONS}
     foreign = [name for name, function in functions.items() if "._ascend." not in getattr(function, "__module__", "")]
+    if not foreign:  # rope is chosen a second time, by a dispatcher at every call
+        rope = importlib.import_module("liger_kernel.backends").resolve_impl("rope").impl_name
+        foreign = [] if rope.startswith("ascend") else [f"rope ({rope})"]
     if not foreign:
         return
     try:
@@ -178,8 +181,6 @@ def _keep_off(monkey_patch: Any, turned_off: Mapping[str, tuple[str, ...]]) -> N
 
 
 def _family_of(hf_config: Any) -> str:
-    from npu_backend.families import families_of
-
     return next(iter(families_of([getattr(hf_config, "model_type", "")])), "")
 
 

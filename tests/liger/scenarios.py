@@ -267,6 +267,22 @@ def composition_with_skip() -> Any:
 
 
 @scenario
+def skip_taken_back() -> Any:
+    """An operator is skipped at first and not the second time; then verl's call."""
+    config = tiny("qwen3", head_dim=8)
+    before = everything()
+    with on(NPU, NPU_BACKEND_SKIP="rotary"):
+        npu_backend.apply_npu_fsdp_patches({"use_liger": True, "hf_config": config})
+        os.environ["NPU_BACKEND_SKIP"] = ""
+        npu_backend.apply_npu_fsdp_patches({"use_liger": True, "hf_config": config})
+        model = AutoModelForCausalLM.from_config(config)
+        verl_calls_liger(model)
+        norm_bound = "forward" in vars(model.model.norm)
+        in_force = changed(before)
+    return {"norm_bound": norm_bound, "in_force": in_force, "left": changed(before)}
+
+
+@scenario
 def wrong_soc() -> Any:
     chip = device.Device("npu", "a fake device of this test", name="Ascend310P3")
     return {"llama": compose(tiny("llama"), chip), "gemma2": compose(tiny("gemma2", head_dim=8), chip)}

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None,
-    reason="liger-kernel or triton is not installed",
-)
+pytestmark = [
+    pytest.mark.timeout(600),  # the scenarios take 55 s of one core, and run in the first test's setup
+    pytest.mark.skipif(
+        importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None,
+        reason="liger-kernel or triton is not installed",
+    ),
+]
 
 MODELING = "transformers.models.{0}.modeling_{0}:"
 INSTANCE_CALL = "liger_kernel.transformers.monkey_patch:_apply_liger_kernel_to_instance"
@@ -42,7 +45,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         env={**clean, "PYTHONPATH": os.pathsep.join([str(root), str(here.parent)])},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     values = json.loads(results.read_text(encoding="utf-8"))
@@ -144,6 +147,14 @@ def test_verls_own_call_does_not_bring_back_what_was_skipped(seen: Callable[[str
     value = seen("composition_with_skip")
     assert set(value["in_force"]) == {INSTANCE_CALL, MODELING.format("qwen3") + "Qwen3RMSNorm"}
     assert not value["mlp_bound"]
+    assert value["left"] == []
+
+
+def test_an_operator_skipped_at_first_can_be_added(seen: Callable[[str], Any]) -> None:
+    value = seen("skip_taken_back")
+    names = ("Qwen3RMSNorm", "Qwen3MLP", "apply_rotary_pos_emb")
+    assert set(value["in_force"]) == {INSTANCE_CALL, *(MODELING.format("qwen3") + name for name in names)}
+    assert value["norm_bound"], "what was already applied counts as turned off"
     assert value["left"] == []
 
 
