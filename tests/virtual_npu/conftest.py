@@ -41,7 +41,7 @@ def calls() -> Iterator[Callable[[], dict[str, int]]]:
 
 @pytest.fixture
 def gradients() -> Callable[..., dict[str, Tensor]]:
-    """`gradients(function, tensors, upstream)`: output and gradients by name; floating-point inputs are fresh leaves."""
+    """`gradients(function, tensors, upstream)`: output and gradients by name; floating inputs are fresh leaves."""
 
     def run(function: Callable[..., Tensor], tensors: dict[str, Tensor], upstream: Tensor) -> dict[str, Tensor]:
         leaves = {

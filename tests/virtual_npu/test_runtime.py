@@ -1,4 +1,4 @@
-"""The software CANN runtime, a virtual NPU (arithmetic by the CPU) under the real torch_npu: devices, memory, streams."""
+"""The software CANN runtime under torch_npu, a virtual NPU (arithmetic by the CPU): devices, memory, streams."""
 
 from __future__ import annotations
 
