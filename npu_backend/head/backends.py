@@ -12,7 +12,7 @@ import torch
 
 from npu_backend.config import IMPL_BACKENDS, read_environment
 from npu_backend.errors import BackendUnavailableError, ConfigError
-from npu_backend.head import liger
+from npu_backend.head import liger, triton_cuda
 from npu_backend.log import warn_once
 
 DEFAULT_BACKEND = "torch"
@@ -41,8 +41,8 @@ def check_name(impl_backend: str | None) -> str:
     return impl_backend
 
 
-def resolve(impl_backend: str | None, device: torch.device) -> Choice:
-    """Choose the backend that runs on `device`.
+def resolve(impl_backend: str | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Choice:
+    """Choose the backend that runs on `device`, computing in `dtype`.
 
     Raises:
         ConfigError: there is no such backend.
@@ -52,7 +52,10 @@ def resolve(impl_backend: str | None, device: torch.device) -> Choice:
     if name == "torch":
         return Choice("torch")
     if name == "auto":
-        return Choice("torch", f"auto on {device.type}: no faster backend is part of this release")
+        reason = triton_cuda.why_unusable(device, dtype)
+        if reason is None:
+            return Choice("triton", f"auto on {device.type}: the fastest in docs/benchmarks")
+        return Choice("torch", f"auto on {device.type}: {reason}")
     if name == "triton" and device.type == "cpu":
         raise BackendUnavailableError(
             "PPO head: impl_backend='triton' cannot run on the CPU, Triton has no compiler for it. "
@@ -61,9 +64,9 @@ def resolve(impl_backend: str | None, device: torch.device) -> Choice:
     if name == "liger":
         reason = liger.why_unusable()
     else:
-        reason = f"this release has no Triton kernels for the PPO head on {device.type}"
+        reason = triton_cuda.why_unusable(device, dtype)
     if reason is None:
-        return Choice("liger")
+        return Choice(name)
     if read_environment().strict:
         raise BackendUnavailableError(
             f"PPO head: impl_backend={name!r} cannot be used: {reason}; NPU_BACKEND_STRICT=1 forbids the fallback. "

@@ -18,13 +18,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from npu_backend.head.inputs import HeadInputs
 
 # A tile of the product is 128 rows (64 for each consumer) by 256 columns; 64 of H are in one stage of the pipeline.
 ROWS = gl.constexpr(128)
@@ -33,12 +34,13 @@ COLUMNS = gl.constexpr(256)
 DEPTH = gl.constexpr(64)
 STORE_COLUMNS = gl.constexpr(64)
 NEVER = gl.constexpr(-1.0e30)
-PIPELINE = 4  # stages
-GROUP_ROWS = 16  # row tiles that sweep the columns together
+STAGES = gl.constexpr(4)
+GROUP = gl.constexpr(8)  # row tiles that sweep the columns together
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # of a consumer's half tile
 
 
 @gluon.jit
-def _position(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
+def _position(tile, row_tiles, column_tiles):
     """Row and column of a tile: GROUP row tiles at a time sweep the columns, so that both operands stay in L2."""
     group = tile // (GROUP * column_tiles)
     first = group * GROUP
@@ -48,11 +50,11 @@ def _position(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, w, x_tiles, w_tiles, filled, drained, row_tiles, column_tiles, steps, GROUP: gl.constexpr,
-             STAGES: gl.constexpr):  # fmt: skip
+def _produce(x, w, ring, steps, row_tiles, column_tiles):
+    x_tiles, w_tiles, filled, drained = ring
     count = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _position(tile, row_tiles, column_tiles, GROUP)
+        row, column = _position(tile, row_tiles, column_tiles)
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(drained.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -63,10 +65,10 @@ def _produce(x, w, x_tiles, w_tiles, filled, drained, row_tiles, column_tiles, s
 
 
 @gluon.jit
-def _multiply(x_tiles, w_tiles, filled, drained, count, steps, MINE: gl.constexpr, STAGES: gl.constexpr):
-    """This warpgroup's half tile of x W^T [64, 256], and the advanced count of pipeline stages."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    product = gl.zeros([HALF, COLUMNS], gl.float32, layout)
+def _multiply(ring, count, steps, MINE: gl.constexpr):
+    """This consumer's half tile of x W^T [64, 256], and the advanced count of pipeline stages."""
+    x_tiles, w_tiles, filled, drained = ring
+    product = gl.zeros([HALF, COLUMNS], gl.float32, PRODUCT)
     for step in range(steps):
         stage = count % STAGES
         mbarrier.wait(filled.index(stage), (count // STAGES) & 1)
@@ -84,40 +86,50 @@ def _multiply(x_tiles, w_tiles, filled, drained, count, steps, MINE: gl.constexp
 
 
 @gluon.jit
-def _store(values, target, staging, row, column, MINE: gl.constexpr):
-    """Write [64, 256] through shared memory, 64 columns at a time, clipped to the target by TMA."""
-    left, right = values.reshape([HALF, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-    for half in gl.static_range(2):
-        part = left if half == 0 else right
-        first, second = part.reshape([HALF, 2, STORE_COLUMNS]).permute((0, 2, 1)).split()
-        for quarter in gl.static_range(2):
-            buffer = staging.index(2 * MINE + quarter)
-            tma.store_wait(1)  # the store before the last one has left this buffer
-            buffer.store(first if quarter == 0 else second)
-            hopper.fence_async_shared()
-            tma.async_copy_shared_to_global(
-                target, [row, column + (half * 2 + quarter) * STORE_COLUMNS], buffer
-            )
+def _quarters(product):
+    """Columns 0-63, 64-127, 128-191 and 192-255; only names for registers change."""
+    left, right = product.reshape([HALF, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
+    first, second = left.reshape([HALF, 2, STORE_COLUMNS]).permute((0, 2, 1)).split()
+    third, fourth = right.reshape([HALF, 2, STORE_COLUMNS]).permute((0, 2, 1)).split()
+    return first, second, third, fourth
 
 
 @gluon.jit
-def _consume_statistics(x_tiles, w_tiles, filled, drained, staging, kept, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles,
-                        column_tiles, KEEP: gl.constexpr, MINE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+def _column(per_row, like):
+    """[64] as [64, 1], in the layout of `like`."""
+    return gl.expand_dims(gl.convert_layout(per_row, gl.SliceLayout(1, like.type.layout)), 1)
+
+
+@gluon.jit
+def _store(values, target, buffer, row, column):
+    """Write [64, 64] through shared memory, clipped to the target by the copy engine."""
+    tma.store_wait(1)  # all stores but the last one have left their buffers, and this is not that one's
+    buffer.store(values.to(target.dtype))
+    hopper.fence_async_shared()
+    tma.async_copy_shared_to_global(target, [row, column], buffer)
+
+
+@gluon.jit
+def _consume_statistics(work, KEEP: gl.constexpr, MINE: gl.constexpr):
+    ring, staging, kept, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles = work
     count = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _position(tile, row_tiles, column_tiles, GROUP)
-        rows = row + MINE * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        row, column = _position(tile, row_tiles, column_tiles)
+        row += MINE * HALF
+        rows = row + gl.arange(0, HALF, gl.SliceLayout(1, PRODUCT))
         factor = gl.load(rows_ptr + rows, mask=rows < M, other=1.0)
         base = gl.load(rows_ptr + M + rows, mask=rows < M, other=0.0)
-        product, count = _multiply(x_tiles, w_tiles, filled, drained, count, steps, MINE, STAGES)
+        product, count = _multiply(ring, count, steps, MINE)
+        if KEEP:
+            parts = _quarters(product)
+            for quarter in gl.static_range(4):
+                part = parts[quarter]
+                scores = gl.fma(part, _column(factor, part), _column(-base, part))
+                _store(scores, kept, staging.index(2 * MINE + quarter % 2), row, column + quarter * STORE_COLUMNS)
         if column + COLUMNS > V:
-            columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+            columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, PRODUCT))
             product = gl.where((columns < V)[None, :], product, NEVER)
         largest = gl.max(product, 1)
-        if KEEP:
-            scores = gl.fma(product, gl.expand_dims(factor, 1), gl.expand_dims(-base, 1))
-            _store(scores.to(gl.float16), kept, staging, row + MINE * HALF, column, MINE)
         shifted = gl.fma(product, gl.expand_dims(factor, 1), gl.expand_dims(-largest * factor, 1))
         weights = gl.exp2(shifted)
         total = gl.sum(weights, 1)
@@ -131,27 +143,30 @@ def _consume_statistics(x_tiles, w_tiles, filled, drained, staging, kept, rows_p
 
 
 @gluon.jit
-def _consume_gradient(x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, M, steps, row_tiles, column_tiles,
-                      MINE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+def _consume_gradient(work, MINE: gl.constexpr):
+    ring, staging, target, rows_ptr, M, steps, row_tiles, column_tiles = work
     count = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _position(tile, row_tiles, column_tiles, GROUP)
-        rows = row + MINE * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        row, column = _position(tile, row_tiles, column_tiles)
+        row += MINE * HALF
+        rows = row + gl.arange(0, HALF, gl.SliceLayout(1, PRODUCT))
         factor = gl.load(rows_ptr + rows, mask=rows < M, other=0.0)
         shift = gl.load(rows_ptr + M + rows, mask=rows < M, other=0.0)
         constant = gl.load(rows_ptr + 2 * M + rows, mask=rows < M, other=0.0)
         slope = gl.load(rows_ptr + 3 * M + rows, mask=rows < M, other=0.0)
-        product, count = _multiply(x_tiles, w_tiles, filled, drained, count, steps, MINE, STAGES)
-        log_p = gl.fma(product, gl.expand_dims(factor, 1), gl.expand_dims(shift, 1))
-        gradient = gl.exp2(log_p) * gl.fma(log_p, gl.expand_dims(slope, 1), gl.expand_dims(constant, 1))
-        _store(gradient.to(target.dtype), target, staging, row + MINE * HALF, column, MINE)
+        product, count = _multiply(ring, count, steps, MINE)
+        parts = _quarters(product)
+        for quarter in gl.static_range(4):
+            part = parts[quarter]
+            log_p = gl.fma(part, _column(factor, part), _column(shift, part))
+            gradient = gl.exp2(log_p) * gl.fma(log_p, _column(slope, part), _column(constant, part))
+            _store(gradient, target, staging.index(2 * MINE + quarter % 2), row, column + quarter * STORE_COLUMNS)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["plane", "M", "V", "steps", "row_tiles", "column_tiles"])
-def _kernel(x, w, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles,
-            GRADIENT: gl.constexpr, KEEP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _kernel(x, w, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles, GRADIENT: gl.constexpr,
+            KEEP: gl.constexpr):  # fmt: skip
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
     staging = gl.allocate_shared_memory(target.dtype, [4, HALF, STORE_COLUMNS], target.layout)
@@ -161,38 +176,40 @@ def _kernel(x, w, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles,
         mbarrier.init(filled.index(stage), count=1)
         mbarrier.init(drained.index(stage), count=2)
     hopper.fence_async_shared()
+    ring = (x_tiles, w_tiles, filled, drained)
     if GRADIENT:
+        work = (ring, staging, target, rows_ptr, M, steps, row_tiles, column_tiles)
         gl.warp_specialize(
             [
-                (_consume_gradient, (x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, M, steps, row_tiles, column_tiles, 0, GROUP, STAGES)),
-                (_consume_gradient, (x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, M, steps, row_tiles, column_tiles, 1, GROUP, STAGES)),
-                (_produce, (x, w, x_tiles, w_tiles, filled, drained, row_tiles, column_tiles, steps, GROUP, STAGES)),
+                (_consume_gradient, (work, 0)),
+                (_consume_gradient, (work, 1)),
+                (_produce, (x, w, ring, steps, row_tiles, column_tiles)),
             ],
             [4, 1],
             [240, 24],
         )
     else:
+        work = (ring, staging, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles)
         gl.warp_specialize(
             [
-                (_consume_statistics, (x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles, KEEP, 0, GROUP, STAGES)),
-                (_consume_statistics, (x_tiles, w_tiles, filled, drained, staging, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles, KEEP, 1, GROUP, STAGES)),
-                (_produce, (x, w, x_tiles, w_tiles, filled, drained, row_tiles, column_tiles, steps, GROUP, STAGES)),
+                (_consume_statistics, (work, KEEP, 0)),
+                (_consume_statistics, (work, KEEP, 1)),
+                (_produce, (x, w, ring, steps, row_tiles, column_tiles)),
             ],
             [4, 1],
             [240, 24],
         )
 
 
-def unusable_reason(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float) -> str | None:
-    """Why the kernel cannot take these inputs, or None."""
-    if torch.cuda.get_device_capability(x.device) != (9, 0):
-        return "it is written for compute capability 9.0"
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"it multiplies bfloat16 or float16, not {x.dtype}"
-    if bias is not None or softcap is not None or logit_scale <= 0.0:
-        return "it knows no bias, softcap or negative logit scale"
-    if x.shape[1] % 8 != 0 or weight.stride() != (x.shape[1], 1):
-        return "rows of x and W must begin at multiples of 16 bytes, contiguous"
+def unusable_reason(given: HeadInputs, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot take these inputs on a Hopper device, or None."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"they multiply bfloat16 or float16, not {dtype}"
+    if given.bias is not None or given.softcap is not None or given.logit_scale <= 0.0:
+        return "they know no bias, softcap or negative logit scale"
+    width = given.weight.shape[1]
+    if width % 8 != 0 or given.weight.stride() != (width, 1) or given.weight.data_ptr() % 16 != 0:
+        return "rows of the weight must be contiguous and begin at multiples of 16 bytes"
     return None
 
 
@@ -241,7 +258,5 @@ def _launch(x: Tensor, w: Tensor, target: Tensor | None, rows: Tensor, partials:
         -(-columns // width),
         GRADIENT=gradient,
         KEEP=target is not None,
-        GROUP=GROUP_ROWS,
-        STAGES=PIPELINE,
         num_warps=4,
     )

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from npu_backend.config import read_environment
 from npu_backend.errors import BackendUnavailableError, HeadInputError
-from npu_backend.head import backends, inputs, liger, rows_eager
+from npu_backend.head import backends, inputs, liger, rows_eager, triton_cuda
 from npu_backend.head.chunked import ChunkedHead, Plan
 
 DEFAULT_CHUNK_ROWS = 512
@@ -30,7 +30,7 @@ class LinearLogProbOutput(NamedTuple):
     Attributes:
         log_probs: float32, shaped like the labels; 0 where ignored.
         entropy: float32 in nats, shaped like the labels, 0 where ignored; None with `calculate_entropy=False`.
-        backend: the backend that really ran: "torch" or "liger".
+        backend: the backend that really ran: "torch", "triton" or "liger".
     """
 
     log_probs: Tensor
@@ -70,7 +70,8 @@ def linear_log_prob(
         impl_backend: "torch", "triton", "liger" or "auto"; None means "torch".
         process_group: of a vocabulary-parallel weight. Not part of this release unless its size is 1.
         logits_cache_gib: GiB of logits that may be kept for backward instead of being recomputed. None means
-            NPU_BACKEND_LOGITS_CACHE_GIB, else 0; "auto" is 0 for the torch backend. Results do not depend on it.
+            NPU_BACKEND_LOGITS_CACHE_GIB, else "auto": half of what is free at that moment for the triton backend (which
+            keeps scores, in half precision), 0 for the torch backend (where no bit depends on it).
 
     With NPU_BACKEND_BATCH_INVARIANT=1 the torch backend gives each chunk the same number of rows, the last one padded:
     a row's result, and its hidden state's gradient, are then the same bits alone, moved, or in another batch.
@@ -153,14 +154,21 @@ def compute(
             f"linear_log_prob: process_group of {process_group.size()} ranks asks for a vocabulary-parallel head "
             "(tensor parallel), which this release does not have. Gather the weight and pass process_group=None."
         )
-    backend = backends.resolve(impl_backend, given.hidden.device).name
+    dtype = _compute_dtype(given.hidden, given.weight)
+    backend = backends.resolve(impl_backend, given.hidden.device, dtype).name
     if backend == "liger":
         liger.check_options(given)
         if given.labels.numel() == 0:
             backend = "torch"  # Liger refuses an empty batch; the graph still has to reach the weight
-    dtype = _compute_dtype(given.hidden, given.weight)
     if backend == "liger":
         log_probs, entropy = liger.log_prob_and_entropy(given, dtype, calculate_entropy=calculate_entropy)
+    elif backend == "triton":
+        log_probs, entropy = triton_cuda.log_prob_and_entropy(
+            given,
+            dtype,
+            calculate_entropy=calculate_entropy,
+            cache_bytes=cache_bytes if _needs_backward(given) else 0,
+        )
     else:
         plan = Plan(
             kernels=rows_eager,
@@ -170,7 +178,7 @@ def compute(
             softcap=given.softcap,
             temperature=given.temperature,
             calculate_entropy=calculate_entropy,
-            cache_bytes=cache_bytes if _needs_backward(given) else 0,
+            cache_bytes=(cache_bytes or 0) if _needs_backward(given) else 0,
         )
         log_probs, entropy = _chunked(given, plan)
     return LinearLogProbOutput(
@@ -206,11 +214,12 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return dtype
 
 
-def _cache_bytes(logits_cache_gib: float | str | None) -> int:
+def _cache_bytes(logits_cache_gib: float | str | None) -> int | None:
+    """How many bytes of logits may be kept; None is `auto`, which every backend reads as it can."""
     if logits_cache_gib is None:
         logits_cache_gib = read_environment().logits_cache_gib
     if logits_cache_gib is None or logits_cache_gib == "auto":
-        return 0
+        return None
     number = isinstance(logits_cache_gib, (int, float)) and not isinstance(logits_cache_gib, bool)
     if not number or not 0 <= float(logits_cache_gib) < math.inf:
         raise HeadInputError(

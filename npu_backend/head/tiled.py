@@ -31,7 +31,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from npu_backend.head.chunked import _FirstOrderOnly
+from npu_backend.log import warn_once
 
+_OUT_OF_MEMORY = "a smaller logits_cache_gib, or 0, asks for less"
 _ALIGN = 256  # columns; a tile of the fused kernel, and wide enough for every load
 
 
@@ -118,7 +120,7 @@ class TiledHead(torch.autograd.Function):
             factor = _factor(_take(temperatures, rows), x, plan)
             w = weight.to(plan.compute_dtype)
             base = plan.kernels.label_scores(x, w, bias, counting_labels, factor, plan.logit_scale, plan.softcap)
-            cache = _new_tile(x, plan.cache_columns, plan.kept_dtype) if plan.cache_columns else None
+            cache = _new_cache(x, plan)
             partials = _statistics(x, w, bias, factor, base, cache, plan)
             found = plan.kernels.finish(partials)
             log_probs, entropy = (_spread(values, labels, rows) for values in found)
@@ -135,7 +137,12 @@ class TiledHead(torch.autograd.Function):
             return None, None, None, None, None, None
         hidden, weight, bias, *_ = ctx.saved_tensors
         with torch.no_grad(), _on(hidden), record_function("npu_backend.head.backward"):
-            grads = _gradients(ctx, grad_log_probs, grad_entropy)
+            try:
+                grads = _gradients(ctx, grad_log_probs, grad_entropy)
+            except torch.OutOfMemoryError:
+                if not _give_up_cache(ctx):
+                    raise
+                grads = _gradients(ctx, grad_log_probs, grad_entropy)
         if torch.is_grad_enabled():  # create_graph=True
             upstream = [g for g in (grad_log_probs, grad_entropy) if g is not None]
             grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *upstream)
@@ -308,6 +315,28 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
         out.add_(torch.mm(a, b))
     else:
         out.copy_(torch.mm(a, b))
+
+
+def _new_cache(x: Tensor, plan: TilePlan) -> Tensor | None:
+    """Memory for the scores to keep; None where there is none to keep or no memory for it after all."""
+    if plan.cache_columns == 0:
+        return None
+    try:
+        return _new_tile(x, plan.cache_columns, plan.kept_dtype)
+    except torch.OutOfMemoryError:
+        warn_once("head.cache", f"PPO head: no memory to keep scores for backward; it recomputes them ({_OUT_OF_MEMORY})")
+        return None
+
+
+def _give_up_cache(ctx: Any) -> bool:
+    """Free the kept scores, after which backward recomputes them. False if there are none to free."""
+    cache = ctx.saved_tensors[-1]
+    if cache is None or cache.untyped_storage().nbytes() == 0:
+        return False
+    ctx.cache_is_fresh = False
+    cache.untyped_storage().resize_(0)
+    warn_once("head.cache", f"PPO head: backward ran out of memory and gave up the kept scores ({_OUT_OF_MEMORY})")
+    return True
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

@@ -1,0 +1,141 @@
+"""Backend `triton` on CUDA: what it needs, how much it may keep, and the call of the tiled head.
+
+`auto` for `logits_cache_gib` takes half of what is free once backward's own needs are set aside. A cache that cannot be
+had after all is given up, in forward and in backward, wherever recomputing avoids running out of memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from npu_backend.head.inputs import HeadInputs
+from npu_backend.head.tiled import TiledHead, TilePlan
+from npu_backend.log import info_rank0
+
+TILE_BYTES = 448 * 2**20
+_CACHE_SHARE = 0.5
+_COLUMN_ALIGN = 256
+
+_compaction: ContextVar[bool] = ContextVar("npu_backend_row_compaction", default=True)
+_reported: set[str] = set()
+
+
+@contextmanager
+def row_compaction(enabled: bool) -> Iterator[None]:
+    """Whether rows that change nothing are left out (they are by default). Without it a call never waits for the device.
+
+    A CUDA graph being captured does without it in any case.
+    """
+    token = _compaction.set(enabled)
+    try:
+        yield
+    finally:
+        _compaction.reset(token)
+
+
+def why_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None if the kernels can run on `device` and compute in `dtype`, else the reason."""
+    if device.type != "cuda":
+        return f"this release has no Triton kernels for the PPO head on {device.type}"
+    if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
+        return "triton is not installed (torch's CUDA builds come with it)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
+    if dtype == torch.float64:
+        return "the kernels compute in float32, and these inputs are float64"
+    return None
+
+
+def log_prob_and_entropy(
+    given: HeadInputs,
+    dtype: torch.dtype,
+    *,
+    calculate_entropy: bool,
+    cache_bytes: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [N] and entropy [N] | None in float32.
+
+    Args:
+        given: checked inputs.
+        dtype: of the GEMMs.
+        calculate_entropy: False returns None for it.
+        cache_bytes: of scores that may be kept for backward; None for `auto`, 0 where no backward can follow.
+    """
+    from npu_backend.head import rows_cuda
+
+    capturing = given.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+    if cache_bytes is None:
+        cache_bytes = 0 if capturing else _free_share(given, dtype)
+    plan = TilePlan(
+        kernels=rows_cuda,
+        fused=_fused(given, dtype),
+        compute_dtype=dtype,
+        logit_scale=given.logit_scale,
+        softcap=given.softcap,
+        temperature=given.temperature,
+        calculate_entropy=calculate_entropy,
+        cache_columns=_cache_columns(given, dtype, cache_bytes),
+        tile_bytes=TILE_BYTES,
+        compact=_compaction.get() and not capturing,
+    )
+    outputs: tuple[Tensor, Tensor | None] = TiledHead.apply(  # type: ignore[no-untyped-call]
+        given.hidden, given.weight, given.bias, given.labels, given.temperatures, plan
+    )
+    return outputs
+
+
+def _cache_columns(given: HeadInputs, dtype: torch.dtype, cache_bytes: int) -> int:
+    vocab = given.weight.shape[0]
+    column_bytes = max(given.labels.numel(), 1) * dtype.itemsize
+    padded = -(-vocab // _COLUMN_ALIGN) * _COLUMN_ALIGN
+    columns = vocab if cache_bytes >= padded * column_bytes else cache_bytes // column_bytes // _COLUMN_ALIGN * _COLUMN_ALIGN
+    _report(f"PPO head: keeps the scores of {columns} of {vocab} vocabulary entries for backward")
+    return columns
+
+
+def _free_share(given: HeadInputs, dtype: torch.dtype) -> int:
+    """Bytes that `auto` may keep: half of what the allocator can still give, less what backward itself will take."""
+    device = given.hidden.device
+    free, _ = torch.cuda.mem_get_info(device)
+    memory = torch.cuda.memory_stats(device)
+    unused = memory["reserved_bytes.all.current"] - memory["allocated_bytes.all.current"]
+    fragments = memory["inactive_split_bytes.all.current"]  # cannot be given back, and need not be in one piece
+    rows, width = given.hidden.shape
+    backward = given.weight.numel() * given.weight.element_size() + rows * width * (4 + given.hidden.element_size())
+    if dtype != given.weight.dtype:
+        backward += given.weight.numel() * dtype.itemsize
+    return max(0, int(_CACHE_SHARE * (free + unused - fragments - backward - TILE_BYTES)))
+
+
+def _fused(given: HeadInputs, dtype: torch.dtype) -> ModuleType | None:
+    """The fused Hopper kernels if they can take these inputs; without them the same is done by two kernels."""
+    if not given.hidden.is_cuda or torch.cuda.get_device_capability(given.hidden.device) != (9, 0):
+        return None
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+        _report(f"PPO head: triton {triton.__version__} is older than the fused Hopper kernels need (3.6)")
+        return None
+    from npu_backend.head import gemm_stats_cuda
+
+    reason = gemm_stats_cuda.unusable_reason(given, dtype)
+    if reason is not None:
+        _report(f"PPO head: a library GEMM instead of the fused Hopper kernels: {reason}")
+        return None
+    return gemm_stats_cuda
+
+
+def _report(message: str) -> None:
+    """Say it once."""
+    if message not in _reported:
+        _reported.add(message)
+        info_rank0(message)
