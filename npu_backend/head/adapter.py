@@ -118,12 +118,22 @@ def _already_has(slot: InstanceSlot, backend: str) -> bool:
 
 
 def _forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward for one model object that looks like its own: `generate` reads the signature."""
+    """A forward for one model object with its own forward's signature and the arguments that ours adds.
+
+    `generate` reads it: where it finds `logits_to_keep` it says so in each of its calls, which tells them from others.
+    """
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _fused_forward(self, args, kwargs)
 
+    signature = inspect.signature(own)
+    kinds = inspect.Parameter
+    parameters = [p for p in signature.parameters.values() if p.kind is not kinds.VAR_KEYWORD]
+    added = [name for name in ("shift_labels", "temperature", "logits_to_keep") if name not in signature.parameters]
+    parameters += [kinds(name, kinds.KEYWORD_ONLY, default=None) for name in added]
+    parameters += [p for p in signature.parameters.values() if p.kind is kinds.VAR_KEYWORD]
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward
 
 
@@ -131,9 +141,12 @@ def _forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
 def _fused_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The patched forward. `type(model).forward` is looked up now, so that class patches made later count too."""
     own_forward = type(model).forward
-    _, *positional = inspect.signature(own_forward).bind_partial(model, *args).arguments.items()
+    signature = inspect.signature(own_forward)
+    _, *positional = signature.bind_partial(model, *args).arguments.items()
     inputs = {**dict(positional), **kwargs}
     if _asks_for_logits(inputs):
+        if "logits_to_keep" not in signature.parameters:
+            inputs.pop("logits_to_keep", None)  # it computes them all
         return own_forward(model, **inputs)
     name = type(model).__name__
     if inputs.pop("return_dict", None) is False:
