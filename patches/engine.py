@@ -24,7 +24,8 @@ class Patch:
     """One replacement. `target` is "module:attr" or "module:Class.attr"; `replacement` names a factory
     "module:factory", called as `factory(original, context)` and returning what takes the original's place (empty in a
     set with an installer). `requires` names a predicate "module:predicate", called the same way and returning the
-    reason why this original must be left alone, or None. `aliases` are the attribute's names in other releases.
+    reason why this original must be left alone, or None; an ImportError from it means "unavailable". `aliases` are the
+    attribute's names in other releases.
     """
 
     target: str
@@ -155,11 +156,15 @@ class Engine:
                 )
             plan.rows.append(row("applied", "already applied"))
             return
-        check_owner(patch.target, slot, original)
-        reason = load(patch.requires)(original, plan.context) if patch.requires else None
+        try:
+            reason = load(patch.requires)(original, plan.context) if patch.requires else None
+        except ImportError as error:
+            plan.rows.append(row("unavailable", f"{type(error).__name__}: {error}"))
+            return
         if reason:
             plan.rows.append(row("skipped", reason))
             return
+        check_owner(patch.target, slot, original)  # what is left alone may belong to anyone
         plan.rows.append(row("planned"))
         if not plan.patch_set.install:
             replacement = load(patch.replacement)(original, plan.context)

@@ -205,11 +205,10 @@ def _why_not(family: str, option: str, original: Any, context: Any) -> str | Non
     """The predicate of every record: the reason why Liger must not, or cannot, replace this here.
 
     Raises:
+        ImportError: this release of Liger has nothing for this family and transformers; the row is "unavailable".
         BackendUnavailableError: Liger was asked for and cannot be used on this host at all.
     """
-    unavailable = _import_liger(family)
-    if unavailable:
-        return unavailable
+    _import_liger(family)
     if context.device.type == "npu":
         check_ascend_operators()
     checks = {"swiglu": _swiglu_does_not_fit, "geglu": _geglu_does_not_fit, "rope": _rope_does_not_fit}
@@ -217,8 +216,8 @@ def _why_not(family: str, option: str, original: Any, context: Any) -> str | Non
 
 
 @functools.cache
-def _import_liger(family: str) -> str | None:
-    """Import what patching this family needs; the reason why this release of Liger cannot do it, or None."""
+def _import_liger(family: str) -> None:
+    """Import what patching this family needs; see `_why_not` for what it raises."""
     if importlib.util.find_spec("liger_kernel") is None:
         raise BackendUnavailableError(
             "use_liger=True, but liger-kernel is not installed: `pip install --no-deps liger-kernel` (without "
@@ -228,7 +227,7 @@ def _import_liger(family: str) -> str | None:
     try:
         monkey_patch = importlib.import_module(_MONKEY_PATCH)
         if not hasattr(monkey_patch, f"apply_liger_kernel_to_{family}"):
-            return f"{release} has no patches for {family}"
+            raise ImportError(f"{release} has no patches for {family}")
         importlib.import_module(f"liger_kernel.transformers.model.{family}")
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "triton":
@@ -236,13 +235,12 @@ def _import_liger(family: str) -> str | None:
                 f"use_liger=True, but {release} finds no triton ({error}). {_TRITON_FOR_NPU}. On CUDA: "
                 "`pip install triton`"
             ) from error
-        return f"{release} cannot be used with transformers {_version('transformers')}: {type(error).__name__}: {error}"
+        raise ImportError(f"{release} cannot be used with transformers {_version('transformers')}: {error}") from error
     except Exception as error:
         raise BackendUnavailableError(
             f"use_liger=True, but {release} is broken here: importing it raised {type(error).__name__}: {error}. "
             "Reinstall it (`pip install --no-deps --force-reinstall liger-kernel`) or set use_liger=False"
         ) from error
-    return None
 
 
 def _swiglu_does_not_fit(context: Any) -> str | None:

@@ -49,7 +49,8 @@ def unreached(changes: Sequence[Change]) -> list[Row]:
 
 
 def _stale_names(changes: Sequence[Change]) -> list[Row]:
-    originals = {id(c.before): c for c in changes if isinstance(c.slot.owner, types.ModuleType)}
+    named = (c for c in changes if isinstance(c.slot.owner, types.ModuleType) and c.before is not MISSING)
+    originals = {id(c.before): c for c in named}
     rows = []
     for module in list(sys.modules.values()) if originals else ():
         if not isinstance(module, types.ModuleType):

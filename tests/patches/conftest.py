@@ -43,6 +43,9 @@ def broken(original, context):
 
 def reason(original, context):
     return "not for this original"
+
+def too_old(original, context):
+    raise ImportError("this release is too old")
 """
 
 

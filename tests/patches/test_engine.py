@@ -224,6 +224,16 @@ def test_disabled_and_skipped_rows_carry_their_reason(library):
     assert [(r.state, r.reason) for r in rows] == [("skipped", "not for this original"), ("disabled", "by the user")]
 
 
+def test_a_predicate_that_cannot_import_makes_its_target_unavailable(library):
+    rows = plan(Engine(), patch(requires="ours:too_old")).rows
+    assert [(r.state, r.reason) for r in rows] == [("unavailable", "ImportError: this release is too old")]
+
+
+def test_what_is_left_alone_may_belong_to_anyone(library, make_module):
+    make_module("someone.patches", FOREIGN).swap(library)
+    assert states(plan(Engine(), patch(requires="ours:reason")).rows) == ["skipped"]
+
+
 def test_names_bound_before_the_patch_are_reported_without_waking_lazy_modules(library, make_module):
     user = make_module("user.code", "from lib.modeling import rope")
 
