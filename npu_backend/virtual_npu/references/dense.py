@@ -77,7 +77,7 @@ def npu_swiglu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int = -1) -> t
     return torch.cat((dy * b * gate * (1 + a * (1 - gate)), dy * a * gate), dim).to(x.dtype)
 
 
-# ---- rotary embedding: the limits are those of torch_npu 7.0 and later (torch 2.5 on); 6.0 took head size 128 only ----
+# ---- rotary embedding: limits of torch_npu 7.0 and later (torch 2.5 on); 6.0 took head size 128 only ----
 
 
 def _check_rotary(operator: str, x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, mode: str) -> None:
