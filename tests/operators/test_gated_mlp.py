@@ -22,7 +22,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from npu_backend.operators import counters, gated_mlp
 
 H, INNER = 16, 24
-CONFIG = SimpleNamespace(hidden_size=H, intermediate_size=INNER, hidden_act="silu", hidden_activation="gelu_pytorch_tanh")
+CONFIG = SimpleNamespace(
+    hidden_size=H, intermediate_size=INNER, hidden_act="silu", hidden_activation="gelu_pytorch_tanh"
+)
 
 
 def calling(module: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -58,9 +60,15 @@ def test_parity(
     kind: Any, factory: Any, reference: Any, shape: tuple[int, ...], dtype: torch.dtype, npu: FakeTorchNpu, context: Any
 ) -> None:
     module = kind(CONFIG)
-    weights = {name: (layer.weight.detach()).to(dtype) for name, layer in module.named_children() if isinstance(layer, nn.Linear)}
+    weights = {
+        name: (layer.weight.detach()).to(dtype)
+        for name, layer in module.named_children()
+        if isinstance(layer, nn.Linear)
+    }
     given = {"x": normal(*shape, dtype=dtype), **weights}
-    exact.assert_parity(calling(module, factory(kind.forward, context)), calling(module, kind.forward), reference, given)
+    exact.assert_parity(
+        calling(module, factory(kind.forward, context)), calling(module, kind.forward), reference, given
+    )
     assert npu.count("npu_swiglu") == counters.calls()["gated_mlp"] == 1
 
 
@@ -75,7 +83,10 @@ def test_swiglu_of_nothing_has_the_right_shape_and_a_graph(npu: FakeTorchNpu) ->
 
 
 @pytest.mark.case("B06")
-@pytest.mark.parametrize("view", [lambda t: t[:, ::2], lambda t: t.t().contiguous().t(), lambda t: t[1:, 4:12], lambda t: t[:1].expand(6, -1)])
+@pytest.mark.parametrize(
+    "view",
+    [lambda t: t[:, ::2], lambda t: t.t().contiguous().t(), lambda t: t[1:, 4:12], lambda t: t[:1].expand(6, -1)],
+)
 def test_swiglu_of_a_strided_tensor(view: Callable[[Tensor], Tensor], npu: FakeTorchNpu) -> None:
     given = view(normal(6, 16))
     assert torch.equal(gated_mlp.swiglu(given), gated_mlp.swiglu_reference(given.contiguous()))
@@ -96,7 +107,9 @@ def test_an_mlp_that_gates_with_gelu_is_never_computed_as_swiglu(npu: FakeTorchN
     assert list(counters.fallbacks()) == ["gated_mlp"]
 
 
-@pytest.mark.parametrize(("hidden_act", "skipped"), [("gelu", True), ("relu", True), ("silu", False), ("swish", False), (None, False)])
+@pytest.mark.parametrize(
+    ("hidden_act", "skipped"), [("gelu", True), ("relu", True), ("silu", False), ("swish", False), (None, False)]
+)
 def test_the_plan_asks_the_model_for_its_activation(hidden_act: str | None, skipped: bool, npu: FakeTorchNpu) -> None:
     for config in (
         SimpleNamespace(hidden_act=hidden_act, model_type="x"),
@@ -108,7 +121,9 @@ def test_the_plan_asks_the_model_for_its_activation(hidden_act: str | None, skip
         assert not reason or str(hidden_act) in reason
 
 
-@pytest.mark.parametrize("x", [torch.zeros(0, H), torch.zeros(3, H, dtype=torch.float64), torch.zeros(3, H, device="meta")])
+@pytest.mark.parametrize(
+    "x", [torch.zeros(0, H), torch.zeros(3, H, dtype=torch.float64), torch.zeros(3, H, device="meta")]
+)
 def test_what_the_operator_must_not_take_goes_to_the_original(x: Tensor, npu: FakeTorchNpu, context: Any) -> None:
     module = Qwen3MLP(CONFIG).to(x.device, x.dtype)
     got, expected = gated_mlp.split(Qwen3MLP.forward, context)(module, x), module(x)
@@ -132,5 +147,7 @@ def test_autocast_gives_what_the_original_gives(npu: FakeTorchNpu, context: Any)
     with torch.autocast("cpu", torch.bfloat16):
         got, expected = gated_mlp.split(Qwen3MLP.forward, context)(module, x), module(x)
     assert got.dtype == expected.dtype == torch.bfloat16
-    exact_result = split(*(t.double() for t in (x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight)))
+    exact_result = split(
+        *(t.double() for t in (x, module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight))
+    )
     exact.assert_close_to(got, exact_result, expected)

@@ -48,7 +48,9 @@ def test_parity(layout: str, counts: list[int], dtype: torch.dtype, npu: FakeTor
         return lambda x, **w: f(x, torch.tensor(counts), list(w.values()), out_in=out_in)
 
     given = {"x": normal(sum(counts), 8, dtype=dtype), **weights}
-    exact.assert_parity(calling(grouped_linear), calling(grouped_linear_reference), calling(grouped_linear_reference), given)
+    exact.assert_parity(
+        calling(grouped_linear), calling(grouped_linear_reference), calling(grouped_linear_reference), given
+    )
 
 
 @pytest.mark.case("B01")

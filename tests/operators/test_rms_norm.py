@@ -67,13 +67,17 @@ def test_float32_hidden_with_bfloat16_weight_stays_float32(npu: FakeTorchNpu, co
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_strided_input_gives_the_same_and_the_operator_sees_it_contiguous(kind: str, npu: FakeTorchNpu, context: Any) -> None:
+def test_strided_input_gives_the_same_and_the_operator_sees_it_contiguous(
+    kind: str, npu: FakeTorchNpu, context: Any
+) -> None:
     module, factory, reference = KINDS[kind]
     given = inputs(kind, 4, 6, 32, x=torch.float32, weight=torch.float32)
     given["x"] = given["x"].transpose(0, 1)
     if kind == "gated":
         given["gate"] = given["gate"].transpose(0, 1)
-    exact.assert_parity(calling(module, factory(module.forward, context)), calling(module, module.forward), reference, given)
+    exact.assert_parity(
+        calling(module, factory(module.forward, context)), calling(module, module.forward), reference, given
+    )
     assert all(operand.is_contiguous() for operand in npu.operands("npu_rms_norm"))
 
 
@@ -101,7 +105,9 @@ def test_a_norm_without_weight_runs_its_own_forward(npu: FakeTorchNpu, context: 
         (torch.zeros(3, 8, device="meta"), "a tensor is on meta"),
     ],
 )
-def test_what_the_operator_must_not_take_goes_to_the_original(x: Tensor, reason: str, npu: FakeTorchNpu, context: Any) -> None:
+def test_what_the_operator_must_not_take_goes_to_the_original(
+    x: Tensor, reason: str, npu: FakeTorchNpu, context: Any
+) -> None:
     module = LlamaRMSNorm(8).to(x.device)
     got, expected = rms_norm.plain(LlamaRMSNorm.forward, context)(module, x), module(x)
     assert (got.shape, got.dtype, got.device) == (expected.shape, expected.dtype, expected.device)

@@ -55,7 +55,10 @@ def test_every_dtype_pair(q: torch.dtype, cos: torch.dtype, bsnd_memory: bool, n
 
 
 @pytest.mark.case("B12")
-@pytest.mark.parametrize(("family", "head_dim", "rotary_dim"), [("qwen3_next", 256, 64), ("phi3", 96, 72), ("phi3", 128, 64), ("qwen3_next", 32, 32)])
+@pytest.mark.parametrize(
+    ("family", "head_dim", "rotary_dim"),
+    [("qwen3_next", 256, 64), ("phi3", 96, 72), ("phi3", 128, 64), ("qwen3_next", 32, 32)],
+)
 def test_partial_rotation_leaves_the_other_channels_alone(
     family: str, head_dim: int, rotary_dim: int, npu: FakeTorchNpu, context: Any
 ) -> None:
@@ -126,7 +129,9 @@ def test_multimodal_sections(dtype: torch.dtype, npu: FakeTorchNpu, context: Any
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_vision_computes_in_float32_and_returns_the_input_dtype(dtype: torch.dtype, npu: FakeTorchNpu, context: Any) -> None:
+def test_vision_computes_in_float32_and_returns_the_input_dtype(
+    dtype: torch.dtype, npu: FakeTorchNpu, context: Any
+) -> None:
     original = function("qwen2_5_vl", "apply_rotary_pos_emb_vision")
     given = {"q": normal(9, 4, D, seed=1, dtype=dtype), "k": normal(9, 4, D, seed=2, dtype=dtype)}
     half = normal(9, D // 2, seed=3)
@@ -198,7 +203,8 @@ def test_layout_and_shared_angles(unsqueeze_dim: int, shared: bool, npu: FakeTor
         given = {name: t.transpose(1, 2) for name, t in given.items()}
     given |= angles(D, torch.float32, 1 if shared else B)
     for got, expected in zip(
-        rotary.standard(original, context)(**given, unsqueeze_dim=unsqueeze_dim), original(**given, unsqueeze_dim=unsqueeze_dim)
+        rotary.standard(original, context)(**given, unsqueeze_dim=unsqueeze_dim),
+        original(**given, unsqueeze_dim=unsqueeze_dim),
     ):
         torch.testing.assert_close(got, expected)
         assert got.stride() == expected.stride()
@@ -209,13 +215,20 @@ def test_layout_and_shared_angles(unsqueeze_dim: int, shared: bool, npu: FakeTor
     "change",
     [
         {"q": torch.zeros(B, N, S, D, dtype=torch.float64)},
-        {"q": torch.zeros(0, N, S, D), "k": torch.zeros(0, KV, S, D), "cos": torch.zeros(0, S, D), "sin": torch.zeros(0, S, D)},
+        {
+            "q": torch.zeros(0, N, S, D),
+            "k": torch.zeros(0, KV, S, D),
+            "cos": torch.zeros(0, S, D),
+            "sin": torch.zeros(0, S, D),
+        },
         {"cos": torch.zeros(B, 1, D), "sin": torch.zeros(B, 1, D)},
         {"cos": torch.zeros(S, D), "sin": torch.zeros(S, D)},
         {"unsqueeze_dim": -3},
     ],
 )
-def test_what_the_operator_must_not_take_goes_to_the_original(change: dict[str, Any], npu: FakeTorchNpu, context: Any) -> None:
+def test_what_the_operator_must_not_take_goes_to_the_original(
+    change: dict[str, Any], npu: FakeTorchNpu, context: Any
+) -> None:
     original = function("qwen3")
     given = heads(torch.float32) | angles(D, torch.float32) | change
     if isinstance(change.get("cos"), Tensor) and change["cos"].dim() == 2:

@@ -140,7 +140,9 @@ def test_train_equals_eval(family: str, npu: FakeTorchNpu) -> None:
 
 @pytest.mark.case("B11")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_routing_is_bit_for_bit_the_original_with_near_ties(family: str, npu: FakeTorchNpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routing_is_bit_for_bit_the_original_with_near_ties(
+    family: str, npu: FakeTorchNpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = block(family).to(torch.bfloat16)
     rows = normal(1, 64, seed=3).expand(4, -1) + 1e-3 * normal(4, 64, seed=4)
     module.gate.weight.data.copy_(rows.to(torch.bfloat16))  # four nearly equal experts
@@ -185,7 +187,9 @@ def test_unused_experts_get_zero_and_frozen_ones_nothing(family: str, npu: FakeT
 
 @pytest.mark.case("B07")
 def test_an_old_grouped_matmul_leaves_the_eager_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    def npu_grouped_matmul(x: Any, weight: Any, *, bias: Any = None, group_list: Any = None, split_item: int = 0) -> Any:
+    def npu_grouped_matmul(
+        x: Any, weight: Any, *, bias: Any = None, group_list: Any = None, split_item: int = 0
+    ) -> Any:
         raise AssertionError("must not be called")
 
     fake_torch_npu.install(monkeypatch, fake_torch_npu.OPERATORS | {"npu_grouped_matmul": npu_grouped_matmul})
@@ -224,7 +228,9 @@ def registered_experts(**fields: Any) -> SimpleNamespace:
         ({"num_experts": 1}, "1 experts"),
     ],
 )
-def test_experts_that_do_not_fit_go_to_the_original(fields: dict[str, Any], reason: str, npu: FakeTorchNpu, context: Any) -> None:
+def test_experts_that_do_not_fit_go_to_the_original(
+    fields: dict[str, Any], reason: str, npu: FakeTorchNpu, context: Any
+) -> None:
     sentinel = torch.zeros(3, 64)
     forward = sparse_moe.registered(lambda self, hidden_states, top_k_index, top_k_weights: sentinel, context)
     index = torch.tensor([[0, 1], [1, 2], [3, 0]])
@@ -303,4 +309,4 @@ def test_a_torch_without_grouped_mm_gets_the_class_patched(npu: FakeTorchNpu, mo
 
 def test_the_release_under_test_is_named() -> None:
     """Structure decides everywhere above; this only says which structure the run covered."""
-    assert HAS_REGISTRY == (int(transformers.__version__.partition(".")[0]) >= 5)
+    assert (int(transformers.__version__.partition(".")[0]) >= 5) == HAS_REGISTRY
