@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+
+import npu_backend
 
 VOCAB = 131
 _DECODER = {
@@ -110,6 +114,28 @@ def build(family: str, seed: int = 0, **options: Any) -> Any:
     return model
 
 
-def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+def tokens(*shape: int, seed: int = 0) -> Tensor:
     """Token ids without the special ones."""
     return torch.randint(3, 120, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def patched(family: str = "qwen2", **options: Any) -> Any:
+    """The family's model with the fused head, backend torch."""
+    model = build(family, **options)
+    assert npu_backend.patch_forward_with_backends(model, use_fused_kernels=True).applied == 1
+    return model
+
+
+def full_log_probs(model: Any, ids: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Through the logits, which a patched model still gives when it is asked for a cache."""
+    logits = model(input_ids=ids, use_cache=True).logits / temperature
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0].detach()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These models are so small that a second thread only waits for the first."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

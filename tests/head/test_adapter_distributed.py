@@ -41,6 +41,7 @@ def test_one_rank_says_that_the_fused_head_is_off_and_why(ranks: list[str]) -> N
     assert "fused head off" in ranks[0]
 
 
+@pytest.mark.case("D12")
 @pytest.mark.parametrize("scenario", ["ddp", "fsdp2 untied", "fsdp2 tied", "fsdp2 softcap"])
 def test_gradients_are_those_of_one_process_with_all_the_data(ranks: list[str], scenario: str) -> None:
     """float32: relative to the largest entry, a few hundred roundings. A lost reduction would be of order 1."""

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
 from references import assert_close_to
+from tiny_models import one_thread  # noqa: F401
 from torch import Tensor, nn
 
 import npu_backend
 
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """These models are so small that a second thread only waits for the first."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def scores_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
