@@ -25,9 +25,16 @@ class Addition:
     a: int
     b: int
 
-    def prompt(self, tokenizer: Any) -> str:
-        """The text to be completed; the answer has been begun, so that its first number is what counts."""
+    def prompt(self, tokenizer: Any, *, bare: bool = False) -> str:
+        """The text to be completed; the answer has been begun, so that its first number is what counts.
+
+        Args:
+            tokenizer: its chat template is used, if it has one; otherwise two examples go before.
+            bare: neither, for the fewest tokens.
+        """
         begun = f"{self.a} + {self.b} ="
+        if bare:
+            return begun
         if not getattr(tokenizer, "chat_template", None):
             return f"4 + 3 = 7\n20 + 15 = 35\n{begun}"
         turns = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": f"What is {self.a} + {self.b}?"}]

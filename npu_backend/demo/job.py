@@ -13,7 +13,9 @@ from npu_backend.families import families_of
 from npu_backend.patches.engine import ENGINE, PatchSet
 from npu_backend.patches.targets import Slot, resolve
 
-INTERPRETED_LAYERS = 2  # Triton's interpreter runs a kernel's blocks one after the other, in Python
+SCORED_TOKENS = 64  # of each text
+# Triton's interpreter runs a kernel's blocks one after the other, in Python.
+INTERPRETED_LAYERS, INTERPRETED_TOKENS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class _Job:
         from npu_backend.demo.scoring import Scores
         from npu_backend.demo.training import train
 
-        before = Scores.of(self.plain, self.tokenizer)
+        before = Scores.of(self.plain, self.tokenizer, INTERPRETED_TOKENS if self.where.interpreter else SCORED_TOKENS)
         originals = list(self._originals())
         self._plan()
         self._apply()

@@ -29,10 +29,10 @@ class Scores:
     log_probs: Tensor
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any) -> Scores:
-        """Score with the logits that the model's own forward gives."""
+    def of(cls, model: Any, tokenizer: Any, longest: int) -> Scores:
+        """Score the first tokens of each text, `longest` at most, with the logits of the model's own forward."""
         rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
-        shortest = min(map(len, rows))
+        shortest = min(longest, *map(len, rows))
         ids = torch.tensor([row[:shortest] for row in rows], device=model.device)
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -51,7 +51,7 @@ def compare(
     calls = OperatorCalls(model)
     expected = calls.expected_per_forward()
     with calls:
-        patched = Scores.of(model, tokenizer)
+        patched = Scores.of(model, tokenizer, before.input_ids.shape[1])
     made, fallbacks = calls.made(), calls.fallbacks()
     head = patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=impl_backend)
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from npu_backend.demo.job import Screen
 
 SEED = 0
+# Triton's interpreter takes about a tenth of a second for one token in one layer, so its run is as short as can be.
+INTERPRETED = grpo.Settings(groups=2, group_size=3, new_tokens=4)
 SMALLEST_SHARE = 0.5  # of the groups must have an advantage to learn from
-_COLUMNS = ("step", "reward", "loss", "entropy", "groups", "seconds")
 
 
 def train(
@@ -41,60 +43,75 @@ def train(
     """
     from tqdm import tqdm
 
-    settings = grpo.Settings(groups=4, new_tokens=12) if host.interpreter else grpo.Settings()
+    trainer = _Trainer(model, tokenizer, stop, host)
+    settings = trainer.settings
     problems = arithmetic.additions(steps * settings.groups, SEED)
     torch.manual_seed(SEED)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, foreach=False)
-    memory = PeakMemory(host.device)
     rows: list[dict[str, Any]] = []
-    ticks = steps * (settings.new_tokens + 2 * settings.minibatches)
     calls = OperatorCalls(model)
-    example = ""
-    with calls, tqdm(total=ticks, desc=f"GRPO, {host.label}", disable=screen.quiet, file=sys.stderr) as bar:
+    with (
+        calls,
+        tqdm(total=steps * trainer.ticks, desc=f"GRPO, {host.label}", disable=screen.quiet, file=sys.stderr) as bar,
+    ):
         for step in range(steps):
-            memory.reset()
-            start = time.perf_counter()
             asked = problems[step * settings.groups :][: settings.groups]
-            prompts = [tokenizer(p.prompt(tokenizer), add_special_tokens=False).input_ids for p in asked]
-            model.eval()
-            rollout = grpo.sample(model, prompts, stop, settings, bar.update)
-            bar.update((step + 1) * settings.new_tokens + step * 2 * settings.minibatches - bar.n)  # all stopped early
-            texts = [_decoded(tokenizer, answer) for answer in rollout.answers]
-            rewards = [asked[i // settings.group_size].reward(text) for i, text in enumerate(texts)]
-            advantage = grpo.advantages(torch.tensor(rewards, dtype=torch.float64).float(), settings.group_size)
-            model.train()
-            update = grpo.update(model, optimizer, rollout, advantage, settings, bar.update)
-            useful = advantage.reshape(-1, settings.group_size).abs().amax(1) > 0
-            best = max(range(len(texts)), key=rewards.__getitem__)
-            example = (
-                f"{asked[best // settings.group_size].a} + {asked[best // settings.group_size].b} ={texts[best]!r}"
-            )
-            rows.append(
-                {
-                    "step": step + 1,
-                    "reward": sum(rewards) / len(rewards),
-                    "loss": update.loss,
-                    "entropy": update.entropy,
-                    "groups": float(useful.float().mean()),
-                    "seconds": time.perf_counter() - start,
-                    "peak_mib": memory.mib(),
-                    "ratio_range": update.ratio_range,
-                    "grad_norm": update.grad_norm,
-                }
-            )
+            rows.append({"step": step + 1, **trainer.step(asked, bar.update)})
+            bar.update((step + 1) * trainer.ticks - bar.n)  # sampling ends early when every answer has ended
             bar.set_postfix_str(f"reward {rows[-1]['reward']:.3f}")
-    change = _weight_change(model, plain)
     facts = {
         "steps": rows,
-        "memory": memory.what,
+        "memory": trainer.memory.what,
         "answers_per_step": settings.groups * settings.group_size,
-        "weight_change": change,
+        "tokens_per_answer": settings.new_tokens,
+        "weight_change": _weight_change(model, plain),
         "operator_calls": dict(calls.made()),
         "fallbacks": dict(calls.fallbacks()),
-        "best_last_answer": example,
     }
-    _print(facts, settings, screen)
+    _print(facts, screen)
     return facts, _findings(facts, bool(calls.changes))
+
+
+class _Trainer:
+    """What every step needs: the model in evaluation mode (no dropout, so that old and new log-probs compare), its
+    optimizer and the sizes.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, stop: int, host: Host) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.bare = host.interpreter
+        self.settings = INTERPRETED if host.interpreter else grpo.Settings()
+        self.ticks = self.settings.new_tokens + 2 * self.settings.minibatches
+        self.memory = PeakMemory(host.device)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=self.settings.learning_rate, weight_decay=0.0, foreach=False
+        )
+
+    def step(self, asked: Sequence[arithmetic.Addition], tick: Callable[[], Any]) -> dict[str, Any]:
+        """Sample, reward, update; returns the row of the table."""
+        self.memory.reset()
+        start = time.perf_counter()
+        size = self.settings.group_size
+        texts = [problem.prompt(self.tokenizer, bare=self.bare) for problem in asked]
+        prompts = [self.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        rollout = grpo.sample(self.model, prompts, self.stop, self.settings, tick)
+        answers = [_decoded(self.tokenizer, answer) for answer in rollout.answers]
+        rewards = [asked[i // size].reward(answer) for i, answer in enumerate(answers)]
+        advantage = grpo.advantages(torch.tensor(rewards), size)
+        update = grpo.update(self.model, self.optimizer, rollout, advantage, self.settings, tick)
+        best = max(range(len(answers)), key=rewards.__getitem__)
+        return {
+            "reward": sum(rewards) / len(rewards),
+            "loss": update.loss,
+            "entropy": update.entropy,
+            "groups": float((advantage.reshape(-1, size) != 0).any(1).float().mean()),
+            "seconds": time.perf_counter() - start,
+            "peak_mib": self.memory.mib(),
+            "ratio_range": update.ratio_range,
+            "grad_norm": update.grad_norm,
+            "best_answer": f"{asked[best // size].a} + {asked[best // size].b} ={answers[best]}",
+        }
 
 
 def _decoded(tokenizer: Any, answer: list[int]) -> str:
@@ -110,7 +127,7 @@ def _weight_change(model: Any, plain: Any) -> float:
     return math.sqrt(changed / total)
 
 
-def _print(facts: dict[str, Any], settings: grpo.Settings, screen: Screen) -> None:
+def _print(facts: dict[str, Any], screen: Screen) -> None:
     cells = [
         [
             str(row["step"]),
@@ -118,9 +135,9 @@ def _print(facts: dict[str, Any], settings: grpo.Settings, screen: Screen) -> No
             f"{row['loss']:+.4f}",
             f"{row['entropy']:.3f}",
             f"{row['groups']:.0%}",
+            "{:.2f} to {:.2f}".format(*row["ratio_range"]),
             f"{row['seconds']:.1f}",
             f"{row['peak_mib']:.0f}",
-            f"{row['ratio_range'][0]:.3f} to {row['ratio_range'][1]:.3f}",
         ]
         for row in facts["steps"]
     ]
@@ -130,20 +147,22 @@ def _print(facts: dict[str, Any], settings: grpo.Settings, screen: Screen) -> No
         "loss",
         "entropy",
         "groups with an advantage",
+        "new/old ratio",
         "seconds",
         facts["memory"],
-        "ratio new/old",
     ]
     for line in table(head, cells):
         screen.say(line)
-    calls = ", ".join(f"{op} {count}" for op, count in sorted(facts["operator_calls"].items())) or "none"
-    fallbacks = ", ".join(f"{op} {count}" for op, count in sorted(facts["fallbacks"].items())) or "none"
-    screen.say(
-        f"{facts['answers_per_step']} answers of up to {settings.new_tokens} tokens a step; best of the last step: "
-        f"{facts['best_last_answer']}"
+    counts = (
+        ", ".join(f"{op} {n}" for op, n in sorted(facts[name].items())) for name in ("operator_calls", "fallbacks")
     )
+    made, fallbacks = (text or "none" for text in counts)
+    screen.say(
+        f"{facts['answers_per_step']} answers of up to {facts['tokens_per_answer']} tokens a step; the best one of"
+    )
+    screen.say(f"the last step: {facts['steps'][-1]['best_answer']!r}")
     screen.say(f"weights changed by {facts['weight_change']:.1e} of their length")
-    screen.say(f"operator calls while training: {calls}; fallbacks: {fallbacks}")
+    screen.say(f"operator calls while training: {made}; fallbacks: {fallbacks}")
 
 
 def _findings(facts: dict[str, Any], patched: bool) -> list[str]:
