@@ -18,6 +18,14 @@ def is_rank0() -> bool:
     return os.environ.get("RANK", "0") in ("", "0")
 
 
+def show(level: str | None) -> None:
+    """What NPU_BACKEND_LOG asks for: this level, and a handler if the program has configured none."""
+    if level is not None:
+        logger.setLevel(level)
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+
+
 def info_rank0(message: str) -> None:
     """An INFO line on rank 0."""
     if is_rank0():

@@ -107,6 +107,7 @@ def revert_patches() -> PatchReport:
 
 def _choose(model_config: Any) -> _Choice:
     config, environment = read_config(model_config), read_environment()
+    log.show(environment.log)
     where = device.detect()
     name = "liger" if config.use_liger else "verl_npu"
     patch_set: PatchSet = importlib.import_module(f"npu_backend.patches.{name}").PATCH_SET

@@ -57,7 +57,7 @@ def _fused_linear(original: type) -> type:
 
 
 def _forward_with_backends(original: Callable[..., None]) -> Callable[..., None]:
-    """`patch_forward_with_backends`: one adapter for every model. Where ours leaves a model alone, verl's own decides."""
+    """`patch_forward_with_backends`: one adapter for every model, an error for one that it cannot serve."""
 
     @functools.wraps(original)
     def patch_forward_with_backends(
@@ -65,9 +65,7 @@ def _forward_with_backends(original: Callable[..., None]) -> Callable[..., None]
     ) -> None:
         from npu_backend.head import adapter
 
-        report = adapter.patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
-        if use_fused_kernels and not report.applied:
-            original(model, use_fused_kernels=use_fused_kernels, fused_kernels_backend=fused_kernels_backend)
+        adapter.patch_forward_with_backends(model, use_fused_kernels, fused_kernels_backend)
 
     return patch_forward_with_backends
 
