@@ -1,6 +1,6 @@
 """A stand-in for torch_npu on a plain CPU: the operators' CPU references, which check what the documentation rules out,
-under the names that torch_npu gives them. For tests of wiring and predicates; values and gradients through torch_npu's own
-dispatch and autograd are tested in tests/virtual_npu.
+under the names that torch_npu gives them. For tests of wiring and predicates; values and gradients through torch_npu's
+own dispatch and autograd are tested in tests/virtual_npu.
 """
 
 from __future__ import annotations

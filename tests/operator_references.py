@@ -53,7 +53,7 @@ def experts(x: Tensor, index: Tensor, probs: Tensor, gate_up: Tensor, down: Tens
 def run(function: Function, inputs: Mapping[str, Tensor], device: str = "cpu") -> dict[str, Tensor]:
     """Outputs of `function(**inputs)` and the gradients of its floating-point inputs, all on the CPU, by name.
 
-    Inputs are fresh leaves with the strides of what was given; the upstream gradients are random and the same each time.
+    Inputs are fresh leaves with the strides of what was given; the upstream gradients are random, the same each time.
     """
     leaves = {name: _leaf(value, device) for name, value in inputs.items()}
     outputs = function(**leaves)

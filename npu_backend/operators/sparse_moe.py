@@ -63,7 +63,8 @@ def registered(original: Callable[..., Tensor], context: Any) -> Callable[..., T
         if reason:
             counters.fell_back(OP, reason)
             return original(self, hidden_states, top_k_index, top_k_weights)
-        return _run_fused(self, hidden_states, top_k_index, top_k_weights)
+        out_in = not getattr(self, "is_transposed", False)
+        return _run_fused(self, hidden_states, top_k_index, top_k_weights, out_in=out_in)
 
     return forward
 
@@ -196,8 +197,7 @@ def _has_hooks(module: nn.Module) -> bool:
 # -- the operators ----------------------------------------------------------------------------------------------------
 
 
-def _run_fused(self: Any, rows: Tensor, index: Tensor, probs: Tensor, out_in: bool | None = None) -> Tensor:
-    out_in = not getattr(self, "is_transposed", False) if out_in is None else out_in
+def _run_fused(self: Any, rows: Tensor, index: Tensor, probs: Tensor, *, out_in: bool) -> Tensor:
     weights = ([self.gate_up_proj], [self.down_proj])
     return routed_experts(rows, index, probs, *weights, self.gate_up_proj.shape[0], out_in=out_in)
 

@@ -102,7 +102,7 @@ def test_rotary(rotary_dim: int, bsnd_memory: bool, q: torch.dtype, cos: torch.d
 
     half = normal(2, 5, rotary_dim // 2, seed=3)
     angle = torch.cat((half, half), -1)
-    given = {"q": normal(2, 5, 4, 64, dtype=q).transpose(1, 2), "k": normal(2, 5, 2, 64, seed=1, dtype=q).transpose(1, 2)}
+    given = {name: normal(2, 5, heads, 64, dtype=q).transpose(1, 2) for name, heads in (("q", 4), ("k", 2))}
     if not bsnd_memory:
         given = {name: t.contiguous() for name, t in given.items()}
     given |= {"cos": angle.cos().to(cos), "sin": angle.sin().to(cos)}
