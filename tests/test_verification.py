@@ -1,0 +1,206 @@
+"""`verify` on a plain CPU over a stand-in for torch_npu: what it must find, and what it must leave alone."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fake_torch_npu
+import pytest
+import torch
+from torch import Tensor
+
+import npu_backend
+from npu_backend import families
+from npu_backend.device import Device
+from npu_backend.patches.engine import ENGINE
+from npu_backend.report import VerifyReport
+from npu_backend.verification import models, verify
+
+FAMILIES = ("llama", "gemma2", "phi3", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_next")
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> fake_torch_npu.FakeTorchNpu:
+    """torch_npu's operators under their names, on CPU tensors, and a device that says it is an NPU."""
+    monkeypatch.setattr("npu_backend.device.detect", lambda: Device("npu", "a test", name="Ascend910B1"))
+    return fake_torch_npu.install(monkeypatch)
+
+
+def tiny(model_type: str) -> Any:
+    return models.tiny_model(models.default_config(model_type))
+
+
+def verdicts(report: VerifyReport) -> dict[tuple[str, str], str]:
+    return {(row.op, row.direction): row.verdict for row in report.rows}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_operator_of_a_family_is_reached_and_agrees(npu: fake_torch_npu.FakeTorchNpu, model_type: str) -> None:
+    try:
+        model = tiny(model_type)
+    except npu_backend.ConfigError as error:
+        pytest.skip(str(error))
+    report = verify(model=model)
+    assert report.ok, str(report)
+    assert {row.verdict for row in report.rows if row.op != "sparse_moe"} == {"ok"}, str(report)
+    assert all(row.calls and not row.fallbacks for row in report.rows if row.verdict == "ok"), str(report)
+    assert npu_backend.patch_status().applied == 0
+
+
+def test_calls_are_counted_per_target(npu: fake_torch_npu.FakeTorchNpu) -> None:
+    report = verify(model=tiny("llama"))
+    assert {row.op: row.calls for row in report.rows} == {"rms_norm": 5, "gated_mlp": 2, "rotary": 2, "ppo_head": 1}
+
+
+def change_operator(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    module = sys.modules["torch_npu"]
+    changed = change(getattr(module, name))
+    changed.__wrapped__ = fake_torch_npu.OPERATORS[name]  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, name, changed)
+
+
+def slightly_wrong(operator: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: operator(*args, **kwargs) * (1 + 1e-4)
+
+
+def without_part_of_the_gradient(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return operator(torch.cat((x[..., :1].detach(), x[..., 1:]), -1), *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("change", "forward"), [(slightly_wrong, "fail"), (without_part_of_the_gradient, "ok")], ids=["value", "gradient"]
+)
+def test_an_operator_that_is_wrong_is_found_and_no_other_one_is_accused(
+    npu: fake_torch_npu.FakeTorchNpu,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Callable[..., Any]], Callable[..., Any]],
+    forward: str,
+) -> None:
+    change_operator(monkeypatch, "npu_swiglu", change)
+    report = verify(model=tiny("llama"))
+    found = verdicts(report)
+    assert not report.ok
+    assert found["gated_mlp", "forward"] == forward
+    assert found["gated_mlp", "gradient"] == "fail"
+    assert {verdict for (op, _), verdict in found.items() if op != "gated_mlp"} == {"ok"}
+
+
+def test_a_patch_that_is_never_reached_fails(npu: fake_torch_npu.FakeTorchNpu) -> None:
+    model = tiny("llama")
+    originals = type(model.model.norm).forward
+    for module in model.modules():
+        if type(module) is type(model.model.norm):
+            module.forward = originals.__get__(module)  # hides what is put on the class
+    report = verify(model=model)
+    row = next(row for row in report.rows if row.op == "rms_norm")
+    assert not report.ok
+    assert (row.verdict, row.calls) == ("fail", 0)
+    assert "not reached: none of 5 expected calls" in row.reason
+
+
+def test_a_replacement_that_somebody_has_overwritten_fails(npu: fake_torch_npu.FakeTorchNpu) -> None:
+    model = tiny("llama")
+    npu_backend.apply_npu_fsdp_patches({"hf_config": model.config})
+    kind = type(model.model.norm)
+    ours = kind.forward
+    theirs = kind.forward = lambda self, x: x
+    try:
+        report = verify(model=model)
+        assert kind.forward is theirs
+    finally:
+        kind.forward = ours
+    row = next(row for row in report.rows if row.op == "rms_norm")
+    assert not report.ok
+    assert "overwritten" in row.reason
+
+
+def test_it_changes_nothing_that_was_in_force(npu: fake_torch_npu.FakeTorchNpu) -> None:
+    model = tiny("llama")
+    npu_backend.patch_forward_with_backends(model, use_fused_kernels=True)  # an instance patch, outside every set
+    ledger = list(ENGINE.ledger)
+    weights = copy.deepcopy(model.state_dict())
+    assert verify(model=model).ok
+    assert ledger == ENGINE.ledger
+    npu_backend.apply_npu_fsdp_patches({"hf_config": model.config})
+    ledger = list(ENGINE.ledger)
+    assert verify(model=model).ok
+    assert ledger == ENGINE.ledger
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_frozen_model_is_compared_too(npu: fake_torch_npu.FakeTorchNpu) -> None:
+    model = tiny("llama").requires_grad_(False)
+    report = verify(model=model)
+    assert report.ok
+    assert {row.direction for row in report.rows} == {"forward", "gradient"}
+
+
+def test_a_dtype_can_be_chosen(npu: fake_torch_npu.FakeTorchNpu) -> None:
+    for dtype in ("bfloat16", torch.bfloat16):
+        report = verify(model=tiny("llama"), dtype=dtype)
+        assert report.ok, str(report)
+        assert {row.dtype for row in report.rows} == {"bfloat16"}
+    with pytest.raises(npu_backend.ConfigError, match="int32"):
+        verify(model=tiny("llama"), dtype=torch.int32)
+
+
+def test_on_a_plain_cpu_the_head_is_compared_and_the_rest_is_skipped_with_the_reason() -> None:
+    report = verify({"hf_config": models.default_config("qwen3")})
+    assert report.ok
+    assert {row.op for row in report.rows if row.verdict == "ok"} == {"ppo_head"}
+    assert all("cpu" in row.reason for row in report.rows if row.verdict == "skipped")
+
+
+def test_an_error_while_verifying_leaves_nothing_applied(
+    npu: fake_torch_npu.FakeTorchNpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npu_backend.verification.models.inputs", lambda model: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        verify(model=tiny("llama"))
+    assert not ENGINE.ledger
+
+
+@pytest.mark.parametrize("model_type", families.FAMILIES)
+def test_a_tiny_model_keeps_the_structure_of_its_family(model_type: str) -> None:
+    try:
+        config = models.default_config(model_type)
+    except npu_backend.ConfigError:
+        pytest.skip("this transformers does not have the family")
+    model = models.tiny_model(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
+    small = model.config.get_text_config()
+    large = config.get_text_config()
+    for setting in ("hidden_act", "hidden_activation", "tie_word_embeddings", "partial_rotary_factor"):
+        assert getattr(small, setting, None) == getattr(large, setting, None)
+    assert set(getattr(small, "layer_types", None) or ()) == set(getattr(large, "layer_types", None) or ())
+    out = type(model).forward(model, **models.inputs(model))
+    assert out.logits.isfinite().all()
+
+
+def test_liger_in_the_interpreter_is_compared_with_the_classes_that_it_took_the_place_of() -> None:
+    """In a process of its own, because triton must be told before it is imported."""
+    pytest.importorskip("liger_kernel")
+    code = (
+        "from npu_backend import liger_interpreter; liger_interpreter.activate()\n"
+        "from npu_backend.verification import models, verify\n"
+        "config = models.shrunk(models.default_config('qwen3'))\n"
+        "report = liger_interpreter.apply_liger_in_interpreter(config)\n"
+        "print(verify(model=models.tiny_model(config)))\n"
+        "import npu_backend; npu_backend.revert_patches()\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("verify liger on cpu: ok"), found.stdout
+    for op in ("rms_norm", "gated_mlp", "rotary"):
+        assert f"ok       {op}" in found.stdout, found.stdout
