@@ -73,7 +73,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(checkpoint.folder, **checkpoint.arguments())
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what is missing decides which library complains, and how
         raise ConfigError(f"--model {checkpoint.folder}: its tokenizer cannot be loaded: {error}") from error
 
 
