@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 
 from npu_backend.errors import BackendUnavailableError
-from npu_backend.virtual_npu.build import cache_folder
-from npu_backend.virtual_npu.wheel import torch_npu_folder
+from npu_backend.virtual_npu.wheel import cached_torch_npu, torch_npu_folder
 
 
 def main(*pip_arguments: str) -> int:
@@ -31,7 +30,7 @@ def main(*pip_arguments: str) -> int:
     except BackendUnavailableError as error:
         print(error, flush=True)
     version = importlib.metadata.version("torch").partition("+")[0]
-    folder = cache_folder() / f"torch_npu-{version}"
+    folder = cached_torch_npu(version)
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))  # renamed when whole
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(draft), f"torch-npu=={version}"]

@@ -19,7 +19,7 @@ _PUBLIC = {
     "revert_patches": "npu_backend.manager",
     "PatchReport": "npu_backend.report",
     "VerifyReport": "npu_backend.report",
-    "verify": "npu_backend.verify",
+    "verify": "npu_backend.verification",
     "FusedLinearForPPO": "npu_backend.head.modules",
     "linear_log_prob": "npu_backend.head.linear_log_prob",
     "linear_cross_entropy": "npu_backend.head.linear_log_prob",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from npu_backend.head.modules import FusedLinearForPPO
     from npu_backend.manager import apply_npu_fsdp_patches, patch_status, plan_patches, revert_patches
     from npu_backend.report import PatchReport, VerifyReport
-    from npu_backend.verify import verify
+    from npu_backend.verification import verify
 
 
 def __getattr__(name: str) -> Any:
@@ -59,8 +59,6 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'npu_backend' has no attribute {name!r}; public names: {', '.join(__all__)}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    # `verify` is both a function and the module that defines it: importing the module binds the package attribute to
-    # the module, so the function has to be put back.
     globals()[name] = value
     return value
 

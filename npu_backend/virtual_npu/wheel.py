@@ -26,7 +26,7 @@ def torch_npu_folder() -> Path | None:
             f"the virtual NPU needs torch, which {sys.executable} does not have: pip install torch"
         )
     wanted = Version(torch).base_version
-    folder = cache_folder() / f"torch_npu-{wanted}"
+    folder = cached_torch_npu(wanted)
     installed = _find("torch_npu")
     cached = _find("torch_npu", folder)
     distribution = installed or cached
@@ -37,6 +37,11 @@ def torch_npu_folder() -> Path | None:
         )
     _check_pair(torch, distribution, fetch)
     return None if installed else folder
+
+
+def cached_torch_npu(version: str) -> Path:
+    """Where a torch_npu of this version for this Python is kept; its extension fits one Python only."""
+    return cache_folder() / f"torch_npu-{version}-cp{sys.version_info.major}{sys.version_info.minor}"
 
 
 def has_torch() -> bool:
