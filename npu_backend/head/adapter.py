@@ -13,6 +13,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ from npu_backend.patches.targets import MISSING, InstanceSlot, owner_of
 from npu_backend.report import PatchReport
 
 BACKEND_ATTRIBUTE = "_verl_fused_kernels_backend"  # verl's name: its adapters, and checks made for them, read it
+_WRAPPERS = {  # of an output head: they pass the call on to one of the layers inside, unchanged
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("peft.", "ModulesToSaveWrapper"),
+    ("torch.nn", "ModuleDict"),
+}
 _WHY = "the full logits of a long sequence do not fit into memory"
 
 
@@ -50,7 +56,8 @@ def patch_forward_with_backends(
 
     Raises:
         ConfigError: an unknown backend, or a boolean that is neither true nor false.
-        HeadInputError: the output head is not a plain linear layer (LoRA or quantisation on it).
+        HeadInputError: the output head is not a plain linear layer (LoRA or quantisation on it), nor one that FSDP or
+            peft's `modules_to_save` wraps.
         PatchConflictError: this model already has another backend, or a forward that somebody else put on it.
         Nothing is changed when one of them is raised.
     """
@@ -170,20 +177,21 @@ def _fused_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _score(
-    model: nn.Module, head: nn.Linear, logits: DeferredLogits, labels: Tensor, temperature: Any
+    model: nn.Module, head: nn.Module, logits: DeferredLogits, labels: Tensor, temperature: Any
 ) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy), [B, S]: the PPO head in the place of the head's forward.
 
-    It runs through the head's own call, whose hooks gather and free its weight when FSDP2 shards the head by itself.
+    It runs through the head's own call: FSDP's hooks gather and free the weight when it shards the head by itself, and
+    peft's wrapper chooses between the original layer and the trained copies of it.
     """
 
-    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(layer: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, entropy, _ = linear_log_prob(
             hidden,
-            head.weight,
+            layer.weight,
             labels,
             temperature=temperature,
-            bias=head.bias,
+            bias=layer.bias,
             logit_scale=None if logits.logit_scale == 1.0 else logits.logit_scale,
             softcap=logits.softcap,
             impl_backend=getattr(model, BACKEND_ATTRIBUTE),
@@ -192,8 +200,15 @@ def _score(
         # Copies, because they are views: an in-place operation on a view would lose the hook that FSDP2 puts on it.
         return log_probs.clone(), entropy.clone()
 
-    with shadowed(head, "forward", forward):
-        scored: tuple[Tensor, Tensor] = head(logits.hidden)
+    with ExitStack() as shadows:
+        for layer in _layers(model, head):
+            shadows.enter_context(shadowed(layer, "forward", functools.partial(forward, layer)))
+        scored = head(logits.hidden)
+    if not isinstance(scored, tuple):
+        raise HeadInputError(
+            f"{type(model).__name__}: {type(head).__name__} did not hand on what the fused head gave it, as for "
+            "a batch of mixed adapters. Use one adapter per batch, or set use_fused_kernels=False"
+        )
     return scored
 
 
@@ -241,24 +256,33 @@ def _embeddings(model: nn.Module) -> Any:
     return getattr(model, "get_output_embeddings", lambda: None)()
 
 
-def _output_head(model: nn.Module) -> nn.Linear:
-    """The model's output head, which must be a linear layer and nothing more: only its weight and bias are used.
+def _output_head(model: nn.Module) -> nn.Module:
+    """The model's output head: a linear layer and nothing more, or a wrapper that passes calls on to such layers.
 
     Raises:
         HeadInputError: there is none now, or it is something else.
     """
-    head, name = _embeddings(model), type(model).__name__
+    head: nn.Module | None = _embeddings(model)
     if head is None:
-        raise HeadInputError(f"{name}: no output head on this module; the fused head runs where lm_head is")
-    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    if plain and not getattr(head, "_hf_tp_plan", None):
-        linear: nn.Linear = head
-        return linear
-    adapters = ", ".join(getattr(head, "active_adapters", ()))
-    what = f"{type(head).__module__}.{type(head).__name__}" + (f" with adapter {adapters}" if adapters else "")
+        raise HeadInputError(
+            f"{type(model).__name__}: no output head on this module; the fused head runs where lm_head is"
+        )
+    _layers(model, head)
+    return head
+
+
+def _layers(model: nn.Module, part: Any) -> list[nn.Linear]:
+    """The plain linear layers of which a call of the head runs one: only a weight and a bias are used of it."""
+    plain = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward and "forward" not in vars(part)
+    if plain and not getattr(part, "_hf_tp_plan", None):
+        return [part]
+    if any(c.__name__ == name and c.__module__.startswith(m) for c in type(part).__mro__ for m, name in _WRAPPERS):
+        return [layer for child in part.children() for layer in _layers(model, child)]
+    adapters = ", ".join(getattr(part, "active_adapters", ()))
+    what = f"{type(part).__module__}.{type(part).__name__}" + (f" with adapter {adapters}" if adapters else "")
     raise HeadInputError(
-        f"{name}: the output head is {what}, not a plain linear layer. The fused head uses a weight and a bias and "
-        "would ignore the rest: keep lm_head out of LoRA, quantisation and tensor parallelism, or set "
+        f"{type(model).__name__}: the output head is {what}, not a plain linear layer. The fused head uses a weight "
+        "and a bias and would ignore the rest: keep lm_head out of LoRA, quantisation and tensor parallelism, or set "
         "use_fused_kernels=False"
     )
 

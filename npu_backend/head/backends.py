@@ -16,6 +16,7 @@ from npu_backend.head import liger, triton_cuda
 from npu_backend.log import warn_once
 
 DEFAULT_BACKEND = "torch"
+_NOT_DIVIDED = "only 'torch' takes a vocabulary that is divided among the ranks of a process_group"
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,14 @@ def check_name(impl_backend: str | None) -> str:
     return impl_backend
 
 
-def resolve(impl_backend: str | None, device: torch.device, dtype: torch.dtype = torch.float32) -> Choice:
-    """Choose the backend that runs on `device`, computing in `dtype`.
+def resolve(
+    impl_backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    vocab_parallel: bool = False,
+) -> Choice:
+    """Choose the backend that runs on `device`, computing in `dtype`, perhaps with a vocabulary divided among ranks.
 
     Raises:
         ConfigError: there is no such backend.
@@ -52,7 +59,7 @@ def resolve(impl_backend: str | None, device: torch.device, dtype: torch.dtype =
     if name == "torch":
         return Choice("torch")
     if name == "auto":
-        reason = triton_cuda.why_unusable(device, dtype)
+        reason = _NOT_DIVIDED if vocab_parallel else triton_cuda.why_unusable(device, dtype)
         if reason is None:
             return Choice("triton", f"auto on {device.type}: the fastest in docs/benchmarks")
         return Choice("torch", f"auto on {device.type}: {reason}")
@@ -61,7 +68,9 @@ def resolve(impl_backend: str | None, device: torch.device, dtype: torch.dtype =
             "PPO head: impl_backend='triton' cannot run on the CPU, Triton has no compiler for it. "
             "Use 'torch' or 'auto' here."
         )
-    if name == "liger":
+    if vocab_parallel:
+        reason = _NOT_DIVIDED
+    elif name == "liger":
         reason = liger.why_unusable()
     else:
         reason = triton_cuda.why_unusable(device, dtype)

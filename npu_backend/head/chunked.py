@@ -1,8 +1,9 @@
 """The PPO head's one autograd function: chunks of rows, a library GEMM per chunk, row kernels around it.
 
-For each chunk of M rows, forward computes logits = x W^T and hands them to `rows_forward`; backward computes them again
-(or takes them from the cache), lets `rows_backward` turn them into their gradient, and multiplies that by W and by x.
+For each chunk of M rows, forward computes logits = x W^T and hands them to `rows_statistics`; backward computes them
+again (or takes them from the cache), lets `rows_backward` turn them into their gradient, and multiplies it by W and x.
 So the full [N, V] logits never exist. Everything here is shared by all devices: the row kernels are a parameter.
+With a vocabulary that is divided among ranks, V is this rank's part, and `vocab_parallel` merges the statistics.
 
 Every GEMM is `aten::mm` and nothing else, so that whoever overrides that operator (with a batch-invariant one, say)
 reaches the head too.
@@ -17,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from npu_backend.errors import BackendUnavailableError
+from npu_backend.head import vocab_parallel
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,28 @@ class ScoreTransform:
     temperature: float | Tensor
 
 
+class RowStatistics(NamedTuple):
+    """Softmax statistics of rows, one vector each, in the score dtype.
+
+    Attributes:
+        of_label: the label's score; 0 where no column is the label's.
+        peak: m, the largest score, or the dtype's lowest finite number where all are -inf.
+        total: S = sum e^(z-m).
+        weighted: sum e^(z-m) (z-m), or None where nobody wants the entropy.
+    """
+
+    of_label: Tensor
+    peak: Tensor
+    total: Tensor
+    weighted: Tensor | None
+
+
 class RowKernels(Protocol):
     """A module of row kernels; `rows_eager` says what each function has to do."""
 
-    def rows_forward(
+    def rows_statistics(
         self, logits: Tensor, labels: Tensor, to_scores: ScoreTransform, *, calculate_entropy: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]: ...
+    ) -> RowStatistics: ...
 
     def rows_backward(
         self,
@@ -78,6 +97,8 @@ class Plan:
         temperature: one number; the function's `temperatures` take its place where they are given.
         calculate_entropy: False skips its work.
         cache_bytes: how many bytes of logits may be kept for backward.
+        group: the process group among whose ranks the vocabulary is divided, or None.
+        sum_hidden: sum the hidden states' gradient over `group`.
     """
 
     kernels: RowKernels
@@ -88,6 +109,8 @@ class Plan:
     temperature: float
     calculate_entropy: bool
     cache_bytes: int
+    group: Any = None
+    sum_hidden: bool = False
 
     @property
     def score_dtype(self) -> torch.dtype:
@@ -114,8 +137,8 @@ class ChunkedHead(torch.autograd.Function):
     """apply(hidden [N, H], weight [V, H], bias [V] | None, labels [N'], temperatures [N'] | None, plan).
 
     Returns log-probs [N'] and entropy [N'] | None in the plan's score dtype. Labels are int64, negative where the row
-    is ignored. N' may exceed N: the rows beyond N are zeros (so that every chunk can have the same M); label them
-    negative.
+    is ignored, V where the label is in another rank's part of the vocabulary. N' may exceed N: the rows beyond N are
+    zeros (so that every chunk can have the same M); label them negative.
     """
 
     @staticmethod
@@ -129,9 +152,9 @@ class ChunkedHead(torch.autograd.Function):
         plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        log_probs = hidden.new_empty(labels.shape, dtype=plan.score_dtype)
-        log_sum_exp = torch.empty_like(log_probs)
-        entropy = torch.empty_like(log_probs) if plan.calculate_entropy else None
+        of_label, peak, total = hidden.new_empty((3, *labels.shape), dtype=plan.score_dtype)
+        weighted = torch.empty_like(total) if plan.calculate_entropy else None
+        found = RowStatistics(of_label, peak, total, weighted)
         cache: list[Tensor] = []
         # The dtypes are settled; an autocast around forward, or around backward, must not change them again.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -139,15 +162,18 @@ class ChunkedHead(torch.autograd.Function):
             for rows in plan.chunks(labels.numel()):
                 logits = torch.mm(_hidden_rows(hidden, labels, rows, plan), weight_t)
                 to_scores = plan.to_scores(bias, temperatures, rows)
-                of_label, of_row, log_sum_exp[rows] = plan.kernels.rows_forward(
+                of_chunk = plan.kernels.rows_statistics(
                     logits, labels[rows], to_scores, calculate_entropy=plan.calculate_entropy
                 )
-                log_probs[rows] = of_label
-                if entropy is not None and of_row is not None:
-                    entropy[rows] = of_row
+                for of_all, of_some in zip(found, of_chunk):
+                    if of_all is not None and of_some is not None:
+                        of_all[rows] = of_some
                 if len(cache) < plan.cached_chunks(weight.shape[0]):
                     cache.append(logits)
                 del logits  # before the next chunk's are allocated
+        if plan.group is not None:
+            found = vocab_parallel.merge(found, plan.group)
+        log_probs, entropy, log_sum_exp = _finish(found, labels)
         ctx.plan = plan
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, log_probs, entropy, log_sum_exp, *cache)
         return log_probs, entropy
@@ -165,6 +191,21 @@ class ChunkedHead(torch.autograd.Function):
             upstream = [g for g in (grad_log_probs, grad_entropy) if g is not None]
             grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *upstream)  # type: ignore[no-untyped-call]
         return (*grads, None, None, None)
+
+
+def _finish(found: RowStatistics, labels: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-prob and entropy (zeros where the label is negative) and log-sum-exp of each row, [N'] each.
+
+    All is relative to the row's maximum, so that nothing large is subtracted from anything large: the log-prob is never
+    positive, the entropy never negative.
+    """
+    ignored = labels < 0
+    log_total = found.total.log()
+    log_probs = ((found.of_label - found.peak) - log_total).masked_fill(ignored, 0.0)
+    entropy = None
+    if found.weighted is not None:
+        entropy = (log_total - found.weighted / found.total).masked_fill(ignored, 0.0)
+    return log_probs, entropy, found.peak + log_total
 
 
 def _gradients(
@@ -203,6 +244,9 @@ def _gradients(
         if grad_bias is not None:
             grad_bias.add_(grad_logits.sum(dim=0, dtype=plan.score_dtype))
         del logits, grad_logits  # before the next chunk's are allocated
+    if grad_hidden is not None and plan.sum_hidden:
+        grad_hidden = grad_hidden.contiguous()
+        dist.all_reduce(grad_hidden, group=plan.group)
     return (
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight.dtype),

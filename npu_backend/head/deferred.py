@@ -104,8 +104,8 @@ def _unknown(operation: str) -> HeadInputError:
 class _StandIn:
     """Takes the place of a linear output head. Everything but the call is the head's own."""
 
-    def __init__(self, head: nn.Linear) -> None:
-        self._head = head
+    def __init__(self, head: nn.Module) -> None:
+        self._head: Any = head
 
     def __call__(self, hidden: Tensor) -> Any:
         shape = torch.Size((*hidden.shape[:-1], self._head.out_features))
@@ -116,7 +116,7 @@ class _StandIn:
 
 
 @contextmanager
-def without_head(model: nn.Module, head: nn.Linear) -> Iterator[None]:
+def without_head(model: nn.Module, head: nn.Module) -> Iterator[None]:
     """Let the model's code find a stand-in where its output head is. Parameters and submodules stay as they are."""
     owner, name = next((m, n) for m in model.modules() for n, child in m._modules.items() if child is head)
     with shadowed(owner, name, _StandIn(head)):

@@ -8,7 +8,6 @@ traces, and inside `trusted_values()`.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from npu_backend.errors import HeadInputError
+from npu_backend.head import sharded, vocab_parallel
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -44,14 +44,15 @@ class HeadInputs:
 
     Attributes:
         hidden: [N, H].
-        weight: [V, H], as given.
+        weight: [V, H], as given, DTensor included; with a `group`, V is this rank's part of the vocabulary.
         bias: [V] or None, as given.
-        labels: [N] int64; `IGNORED` where the row is ignored.
+        labels: [N] int64; `IGNORED` where the row is ignored, V where the label is in another rank's part.
         temperature: a number; 1.0 where `temperatures` are given.
         temperatures: [N], one per row, in float32 (float64 if given so), or None.
         logit_scale: 1.0 for none.
         softcap: None for none.
         shape: of the caller's labels, which the outputs get too.
+        group: the process group among whose ranks the vocabulary is divided; None where it is not.
     """
 
     hidden: Tensor
@@ -63,6 +64,7 @@ class HeadInputs:
     logit_scale: float
     softcap: float | None
     shape: torch.Size
+    group: Any
 
 
 def prepare(
@@ -74,8 +76,11 @@ def prepare(
     logit_scale: float | None,
     softcap: float | None,
     ignore_index: int,
+    process_group: Any = None,
 ) -> HeadInputs:
     """Check and flatten. Nothing is computed, and nothing is on its way to a device, when this raises.
+
+    A `process_group` of more than one rank must see the call on each of them: it counts the vocabulary together.
 
     Raises:
         HeadInputError: names the argument, what is wrong with it, and the fix.
@@ -85,11 +90,11 @@ def prepare(
     _check_tensor("labels", labels, _INTEGERS, hidden_states.device)
     _check_gathered(vocab_weights)
     _check_shapes(hidden_states, vocab_weights, labels)
-    vocab_size = vocab_weights.shape[0]
+    columns = vocab_weights.shape[0]
     if bias is not None:
         _check_tensor("bias", bias, _FLOATS, hidden_states.device)
-        if tuple(bias.shape) != (vocab_size,):
-            raise _error(f"bias must be [V] = [{vocab_size}] like vocab_weights, got {list(bias.shape)}")
+        if tuple(bias.shape) != (columns,):
+            raise _error(f"bias must be [V] = [{columns}] like vocab_weights, got {list(bias.shape)}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise _error(f"ignore_index must be an integer, got {ignore_index!r}")
     if logit_scale is not None and not _is_finite(logit_scale):
@@ -97,20 +102,26 @@ def prepare(
     if softcap is not None and not (_is_finite(softcap) and softcap > 0):
         raise _error(f"softcap must be a finite number above 0 or None, got {softcap!r}")
     number, temperatures = _temperature(temperature, labels)
+    shard = vocab_parallel.locate(columns, process_group, hidden_states.device)
+    if shard is not None:
+        sharded.check_mesh("vocab_weights", vocab_weights, shard.group)
+    vocab_size = columns if shard is None else shard.total
     given = labels.reshape(-1).long()
     ignored = given == ignore_index
     if not torch.compiler.is_compiling() and not _trusted.get():
         _check_values(given, ignored, temperatures, vocab_size, ignore_index)
+    given = given.masked_fill(ignored, IGNORED)
     return HeadInputs(
         hidden=hidden_states.reshape(-1, hidden_states.shape[-1]),
         weight=vocab_weights,
         bias=bias,
-        labels=given.masked_fill(ignored, IGNORED),
+        labels=given if shard is None else shard.local(given),
         temperature=number,
         temperatures=temperatures,
         logit_scale=1.0 if logit_scale is None else float(logit_scale),
         softcap=None if softcap is None else float(softcap),
         shape=labels.shape,
+        group=None if shard is None else shard.group,
     )
 
 
@@ -128,12 +139,10 @@ def _check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], device
         raise _error(f"{name} is missing: {hint}")
     if not isinstance(value, Tensor):
         raise _error(f"{name} must be a tensor, got {type(value).__name__}")
-    distributed = sys.modules.get("torch.distributed.tensor")  # if nobody imported it, nothing is a DTensor
-    if distributed is not None and isinstance(value, distributed.DTensor):
+    if name not in ("vocab_weights", "bias") and sharded.is_dtensor(value):
         raise _error(
-            f"{name} is a DTensor (placements {value.placements}), which this release does not take yet. Call the head "
-            "inside the root module's forward, where FSDP has gathered the weight. full_tensor() would lose the "
-            "reduction of its gradient over the data-parallel ranks."
+            f"{name} is a DTensor, but the head computes with this rank's own rows. "
+            f"Pass {name}.to_local(), or full_tensor() where every rank shall compute all rows"
         )
     if value.dtype not in dtypes:
         kind = "a floating-point" if dtypes is _FLOATS else "an integer"
@@ -144,7 +153,7 @@ def _check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], device
 
 
 def _check_gathered(weight: Tensor) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or sharded.is_dtensor(weight):
         return
     freed = weight.numel() > 0 and weight.untyped_storage().nbytes() == 0
     if freed or (weight.dim() == 1 or weight.numel() == 0):
@@ -207,7 +216,7 @@ def _row_temperatures(temperature: Tensor, labels: Tensor) -> Tensor:
 
 
 def _check_values(
-    labels: Tensor, ignored: Tensor, temperatures: Tensor | None, vocab_size: int, ignore_index: int
+    labels: Tensor, ignored: Tensor, temperatures: Tensor | None, vocab_size: int | Tensor, ignore_index: int
 ) -> None:
     """One host synchronisation when all is well; the rest happens only to word the error."""
     bad_labels = ((labels < 0) | (labels >= vocab_size)) & ~ignored
@@ -221,8 +230,8 @@ def _check_values(
         row = int(bad_labels.nonzero()[0])
         raise _error(
             f"labels[{row}] = {int(labels[row])} (counted in the flattened labels; {int(bad_labels.sum())} in all) is "
-            f"outside the vocabulary [0, {vocab_size}) and is not ignore_index={ignore_index}. Mark such rows with "
-            "ignore_index, or check that the tokenizer belongs to this model."
+            f"outside the vocabulary [0, {int(vocab_size)}) and is not ignore_index={ignore_index}. Mark such rows "
+            "with ignore_index, or check that the tokenizer belongs to this model."
         )
     assert temperatures is not None
     row = int(bad_temperatures.nonzero()[0])

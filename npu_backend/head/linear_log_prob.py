@@ -9,6 +9,7 @@ temperature; temperature=1.0 gives the model's own, unscaled ones, which is what
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from npu_backend.config import read_environment
-from npu_backend.errors import BackendUnavailableError, HeadInputError
-from npu_backend.head import backends, inputs, liger, rows_eager, triton_cuda
+from npu_backend.errors import HeadInputError
+from npu_backend.head import backends, inputs, liger, rows_eager, sharded, triton_cuda, vocab_parallel
 from npu_backend.head.chunked import ChunkedHead, Plan
 
 DEFAULT_CHUNK_ROWS = 512
@@ -59,6 +60,7 @@ def linear_log_prob(
         hidden_states: [N, H] or [B, S, H], floating point.
         vocab_weights: [V, H], floating point. Its dtype may differ from the hidden states': inside an autocast region
             the GEMMs run in the autocast dtype, else in the wider of the two. Gradients come in each tensor's dtype.
+            A DTensor is FSDP2's: it is gathered, and its gradient is the mean over its mesh (`sharded`). So is `bias`.
         labels: [N] or [B, S], integers: the token whose log-prob is wanted, already shifted.
         temperature: a number, a 0-dim tensor, or one value per row: [N], [N, 1] or shaped like labels. None means 1.
             No gradient flows to it.
@@ -68,7 +70,9 @@ def linear_log_prob(
         ignore_index: label of the rows that get zeros, in both directions, and stay in the graph.
         calculate_entropy: False skips the work for it.
         impl_backend: "torch", "triton", "liger" or "auto"; None means "torch".
-        process_group: of a vocabulary-parallel weight. Not part of this release unless its size is 1.
+        process_group: of a vocabulary-parallel weight (tensor parallel): `vocab_weights` and `bias` are this rank's
+            part, `hidden_states` and `labels` the same on every rank of the group. The hidden states' gradient is
+            summed over the group (`vocab_parallel` says when not). Only the torch backend can.
         logits_cache_gib: GiB of logits that may be kept for backward instead of being recomputed. None means
             NPU_BACKEND_LOGITS_CACHE_GIB, else "auto": half of what is free at that moment for the triton backend (which
             keeps scores, in half precision), 0 for the torch backend (where no bit depends on it).
@@ -111,7 +115,7 @@ def linear_cross_entropy(
     """(log_probs, entropy), float32, shaped like `labels`: verl's Triton head, with its positional arguments.
 
     `hidden` [..., H] may carry dimensions of size 1 that `labels` lacks or has elsewhere (Megatron passes [S, 1, H]
-    with [1, S]).
+    with [1, S]). With a `dist_process_group`, `weight` is this rank's part of the vocabulary.
 
     Raises:
         HeadInputError: another reduction than "none"; else as `linear_log_prob`.
@@ -148,14 +152,12 @@ def compute(
     """`linear_log_prob` with a chunk size: M, the rows of a chunk."""
     backends.check_name(impl_backend)
     cache_bytes = _cache_bytes(logits_cache_gib)
-    given = inputs.prepare(hidden_states, vocab_weights, labels, temperature, bias, logit_scale, softcap, ignore_index)
-    if process_group is not None and process_group.size() > 1:
-        raise BackendUnavailableError(
-            f"linear_log_prob: process_group of {process_group.size()} ranks asks for a vocabulary-parallel head "
-            "(tensor parallel), which this release does not have. Gather the weight and pass process_group=None."
-        )
+    given = inputs.prepare(
+        hidden_states, vocab_weights, labels, temperature, bias, logit_scale, softcap, ignore_index, process_group
+    )
     dtype = _compute_dtype(given.hidden, given.weight)
-    backend = backends.resolve(impl_backend, given.hidden.device, dtype).name
+    backend = backends.resolve(impl_backend, given.hidden.device, dtype, vocab_parallel=given.group is not None).name
+    given = _gathered(given, dtype)
     if backend == "liger":
         liger.check_options(given)
         if given.labels.numel() == 0:
@@ -179,6 +181,8 @@ def compute(
             temperature=given.temperature,
             calculate_entropy=calculate_entropy,
             cache_bytes=(cache_bytes or 0) if _needs_backward(given) else 0,
+            group=given.group,
+            sum_hidden=given.group is not None and not vocab_parallel.summed_upstream(given.hidden),
         )
         log_probs, entropy = _chunked(given, plan)
     return LinearLogProbOutput(
@@ -199,6 +203,12 @@ def _chunked(given: inputs.HeadInputs, plan: Plan) -> tuple[Tensor, Tensor | Non
     )
     rows = given.labels.numel()
     return log_probs[:rows], None if entropy is None else entropy[:rows]
+
+
+def _gathered(given: inputs.HeadInputs, dtype: torch.dtype) -> inputs.HeadInputs:
+    """DTensors gathered: the weight in the GEMMs' dtype, the bias, which is added in float32, in its own."""
+    bias = None if given.bias is None else sharded.gather(given.bias, given.bias.dtype)
+    return dataclasses.replace(given, weight=sharded.gather(given.weight, dtype), bias=bias)
 
 
 def _needs_backward(given: inputs.HeadInputs) -> bool:

@@ -4,7 +4,8 @@ A row-kernel module has these two functions and nothing else; `chunked.py` calls
 Common to both:
 
     logits  [M, V] as the GEMM wrote them, in the compute dtype. Forward must leave them alone (they may be cached).
-    labels  [M] int64; a negative label marks a row that is ignored: it gets zeros, in both directions.
+    labels  [M] int64; a negative label marks a row that is ignored (what it gets is not used), V one whose label is not
+            among these columns but in another rank's part of the vocabulary.
     to_scores  the `ScoreTransform` from logits to scores z, whose softmax is the policy.
 
 All statistics are in `to_scores.dtype`: float32, or float64 for float64 inputs.
@@ -12,43 +13,29 @@ All statistics are in `to_scores.dtype`: float32, or float64 for float64 inputs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from npu_backend.head.chunked import ScoreTransform
+from npu_backend.head.chunked import RowStatistics, ScoreTransform
 
 # exp of it is 0 even in float64, and 0 times it is 0: it stands for -inf where -inf would make 0 * inf = NaN.
 _NEVER = -1000.0
 
 
-def rows_forward(
+def rows_statistics(
     logits: Tensor, labels: Tensor, to_scores: ScoreTransform, *, calculate_entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-prob of each label, entropy (or None) and log-sum-exp of each row, all [M].
-
-    Everything is accumulated relative to the row's maximum m, so that nothing large is subtracted from anything large:
-    with S = sum e^(z-m), the log-prob is (z_y - m) - log S, which is never positive, and the entropy is
-    log S - sum e^(z-m) (z-m) / S, which is never negative.
-    """
+) -> RowStatistics:
+    """The statistics of each row over these columns, all [M]. What is summed is relative to the row's maximum."""
     scores = _scores(logits, to_scores)[0]
-    of_label = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    peak = scores.amax(dim=1)
+    column, is_here = _columns_of(labels, scores)
+    of_label = scores.gather(1, column)[:, 0].masked_fill(~is_here, 0.0)
+    peak = scores.amax(dim=1).clamp_(min=torch.finfo(scores.dtype).min)
     shifted = scores.sub_(peak[:, None])
-    entropy = None
-    if calculate_entropy:
-        weights = shifted.exp()
-        total = weights.sum(dim=1)
-        log_sum = total.log()
-        entropy = log_sum - weights.mul_(shifted.clamp_(min=_NEVER)).sum(dim=1).div_(total)
-    else:
-        log_sum = shifted.exp_().sum(dim=1).log()
-    log_probs = (of_label - peak) - log_sum
-    ignored = labels < 0
-    if entropy is not None:
-        entropy = entropy.masked_fill(ignored, 0.0)
-    return log_probs.masked_fill(ignored, 0.0), entropy, peak + log_sum
+    if not calculate_entropy:
+        return RowStatistics(of_label, peak, shifted.exp_().sum(dim=1), None)
+    weights = shifted.exp()
+    total = weights.sum(dim=1)
+    return RowStatistics(of_label, peak, total, weights.mul_(shifted.clamp_(min=_NEVER)).sum(dim=1))
 
 
 def rows_backward(
@@ -63,7 +50,7 @@ def rows_backward(
 ) -> Tensor:
     """Gradient of the logits, [M, V] in their dtype, rounded to it once.
 
-    `log_probs`, `entropy` and `log_sum_exp` are what `rows_forward` returned. The upstream gradients are [M],
+    `log_probs`, `entropy` and `log_sum_exp` are those of the whole vocabulary. The upstream gradients are [M],
     contiguous, in `to_scores.dtype`, zero where the label is negative; at least one of them is given.
 
     d log-prob_y / d z_j = [j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy). At the label 1 - p is taken
@@ -77,11 +64,19 @@ def rows_backward(
         assert entropy is not None  # its gradient exists only if it does
         grad = log_p.clamp_(min=_NEVER).add_(entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
     if grad_log_probs is not None:
-        p_minus_label = p.scatter_(1, labels.clamp(min=0)[:, None], log_probs.expm1()[:, None])
+        column, is_here = _columns_of(labels, p)
+        at_label = torch.where(is_here[:, None], log_probs.expm1()[:, None], p.gather(1, column))
+        p_minus_label = p.scatter_(1, column, at_label)
         of_log_probs = p_minus_label.mul_(-grad_log_probs[:, None])
         grad = of_log_probs if grad is None else grad.add_(of_log_probs)
     assert grad is not None
     return _scores_backward(grad, saturation, to_scores).to(logits.dtype)
+
+
+def _columns_of(labels: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The column of each label, [M, 1] and always a valid one, and whether it really is the label's, [M]."""
+    vocab_size = scores.shape[1]
+    return labels.clamp(0, vocab_size - 1)[:, None], (labels >= 0) & (labels < vocab_size)
 
 
 def _scores(logits: Tensor, to_scores: ScoreTransform) -> tuple[Tensor, Tensor | None]:

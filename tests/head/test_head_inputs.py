@@ -9,7 +9,7 @@ import torch
 from references import HeadCase, assert_head_matches, head_case, run_head
 
 import npu_backend
-from npu_backend.errors import BackendUnavailableError, HeadInputError
+from npu_backend.errors import HeadInputError
 from npu_backend.head.inputs import trusted_values
 
 
@@ -118,16 +118,18 @@ def test_a_weight_that_fsdp_has_not_gathered(what: str, operators) -> None:
     assert not seen  # it was noticed before anything ran
 
 
-def test_a_dtensor_is_refused(tmp_path) -> None:
+def test_dtensors_of_rows_are_refused(tmp_path) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         case = head_case(10)
-        weight = distribute_tensor(case.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(HeadInputError, match="vocab_weights is a DTensor"):
-            head(replace(case, weight=weight))
+        mesh = init_device_mesh("cpu", (1,))
+        for name, argument in (("hidden", "hidden_states"), ("labels", "labels")):
+            rows = distribute_tensor(getattr(case, name), mesh, [Shard(0)])
+            with pytest.raises(HeadInputError, match=rf"{argument} is a DTensor.*{argument}\.to_local\(\)"):
+                head(replace(case, **{name: rows}))
         expected = head(case)
         alone = npu_backend.linear_log_prob(case.hidden, case.weight, case.labels, process_group=dist.group.WORLD)
         assert torch.equal(alone.log_probs, expected[0])  # a group of one rank holds the whole vocabulary
@@ -135,14 +137,10 @@ def test_a_dtensor_is_refused(tmp_path) -> None:
         dist.destroy_process_group()
 
 
-def test_tensor_parallel_is_refused_by_name() -> None:
-    class Group:
-        def size(self) -> int:
-            return 2
-
+def test_what_is_not_a_process_group_is_refused() -> None:
     case = head_case(10)
-    with pytest.raises(BackendUnavailableError, match="tensor parallel"):
-        npu_backend.linear_log_prob(case.hidden, case.weight, case.labels, process_group=Group())
+    with pytest.raises(HeadInputError, match=r"process_group must be.*mesh\.get_group"):
+        npu_backend.linear_log_prob(case.hidden, case.weight, case.labels, process_group="tp")
 
 
 @pytest.mark.case("D14")
