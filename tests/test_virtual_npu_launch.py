@@ -109,7 +109,7 @@ def test_no_torch_npu_gives_the_command_for_the_installed_torch(
     only(tmp_path, monkeypatch, torch="2.9.1+cpu")
     with pytest.raises(BackendUnavailableError) as caught:
         wheel.torch_npu_folder()
-    folder = tmp_path / "npu-backend" / "torch_npu-2.9.1"
+    folder = tmp_path / "npu-backend" / wheel.cached_torch_npu("2.9.1").name
     assert f"-m pip install --no-deps --target {folder} torch-npu==2.9.1" in str(caught.value)
 
 
@@ -130,7 +130,7 @@ def test_a_pair_that_does_not_match_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_a_pair_that_matches_is_taken_from_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     only(tmp_path, monkeypatch, torch="2.13.0+cpu", torch_npu="2.13.0 needs torch==2.13.0.*\n")
     assert wheel.torch_npu_folder() is None  # installed: nothing to put on the path
-    folder = tmp_path / "npu-backend" / "torch_npu-2.13.0"
+    folder = tmp_path / "npu-backend" / wheel.cached_torch_npu("2.13.0").name
     folder.mkdir(parents=True)
     (tmp_path / "site" / "torch_npu-2.13.0.dist-info").rename(folder / "torch_npu-2.13.0.dist-info")
     assert wheel.torch_npu_folder() == folder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,8 +87,8 @@ def tiny_model(hf_config: Any) -> nn.Module:
     )
 
 
-def default_config(model_type: str) -> Any:
-    """The configuration that transformers gives a model type by default.
+def default_config(model_type: str, **settings: Any) -> Any:
+    """The configuration that transformers gives a model type by default, with these settings.
 
     Raises:
         ConfigError: this release of transformers does not know it.
@@ -96,14 +96,14 @@ def default_config(model_type: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.for_model(model_type)
+        return AutoConfig.for_model(model_type, **settings)
     except ValueError as error:
         raise ConfigError(f"model type {model_type!r} is unknown to this release of transformers") from error
 
 
 def shrunk(hf_config: Any) -> Any:
     """A copy of a configuration with small sizes, also in its sub-configurations."""
-    config = copy.deepcopy(hf_config)
+    config = default_config(**hf_config) if isinstance(hf_config, Mapping) else copy.deepcopy(hf_config)
     for part in _parts(config):
         for name, size in _SIZES.items():
             if getattr(part, name, None) is not None:
