@@ -87,9 +87,7 @@ def _parse_flag(text: str, where: str) -> bool:
 def parse_backend(value: Any) -> str:
     """The name of an implementation of the PPO head, checked."""
     if value not in IMPL_BACKENDS:
-        raise ConfigError(
-            f"fused_kernel_options.impl_backend={value!r} is not one of {', '.join(IMPL_BACKENDS)}"
-        )
+        raise ConfigError(f"fused_kernel_options.impl_backend={value!r} is not one of {', '.join(IMPL_BACKENDS)}")
     return str(value)
 
 

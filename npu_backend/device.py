@@ -66,7 +66,6 @@ def _npu() -> Device:
         torch_npu = importlib.import_module("torch_npu")
     except Exception as error:  # torch_npu raises OSError, RuntimeError, ImportError: whatever the driver's loader said
         return Device("cpu", f"torch_npu cannot be imported: {type(error).__name__}: {error}")
-    import torch
 
     version = str(getattr(torch_npu, "__version__", ""))
     if _version(version) < OLDEST_TORCH_NPU:
@@ -76,9 +75,9 @@ def _npu() -> Device:
             "looks for CUDA. Install a matching pair"
         )
     try:
-        if not torch.npu.is_available():
+        if not torch_npu.npu.is_available():
             return Device("cpu", "torch_npu finds no device (driver mounted? ASCEND_RT_VISIBLE_DEVICES?)")
-        name = str(torch.npu.get_device_name(0))
+        name = str(torch_npu.npu.get_device_name(0))
     except Exception as error:  # the driver's loader again, this time at the first call
         return Device("cpu", f"torch_npu cannot reach a device: {type(error).__name__}: {error}")
     from npu_backend import virtual_npu

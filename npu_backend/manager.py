@@ -61,7 +61,7 @@ def plan_patches(model_config: Any = None) -> PatchReport:
 
 
 def apply_npu_fsdp_patches(model_config: Any = None) -> PatchReport:
-    """Apply the patch set that `model_config.use_liger` chooses, before the model is built. verl's FSDP engine calls it.
+    """Apply the patch set that `model_config.use_liger` chooses, before the model is built. verl's engine calls it.
 
     The first call decides for the process. The same choice again changes nothing and returns the report (a further
     model family is added to the set); the other choice is refused. All checks come before the first change, and either
@@ -121,7 +121,9 @@ def _choose(model_config: Any) -> _Choice:
         )
         if environment.strict:
             raise BackendUnavailableError(f"{unknown}. Train without NPU_BACKEND_STRICT=1 to go on unpatched")
-    barred = "" if where.type in _DEVICES[name] else f"{name} does not run on this device: {where.type} ({where.reason})"
+    barred = ""
+    if where.type not in _DEVICES[name]:
+        barred = f"{name} does not run on this device: {where.type} ({where.reason})"
     if environment.disable:
         barred = "NPU_BACKEND_DISABLE=1"
     return _Choice(Context(config, where), environment, patch_set, wanted, unknown, barred)

@@ -1,4 +1,4 @@
-"""What is reported: the rows of a plan or an application, and of a verification. Printable, and JSON through `to_dict`."""
+"""What is reported: the rows of a plan, an application, a verification. Printable, and JSON through `to_dict`."""
 
 from __future__ import annotations
 

@@ -104,11 +104,10 @@ def _announce() -> None:
     global _announced
     if not _announced:
         _announced = True
-        waiting = [f"{m}.{n}" for m, names in _HOOKS.items() for n in names if f"{m}.{n}" not in (*_hooked, *_missing)]
-        log.info_rank0(
-            f"npu-backend in verl: hooked {', '.join(_hooked) or 'nothing'}; on import: {', '.join(waiting) or 'nothing'}"
-            + (f"; absent from this verl: {', '.join(_missing)}" if _missing else "")
-        )
+        every = [f"{module}.{name}" for module, names in _HOOKS.items() for name in names]
+        waiting = [name for name in every if name not in (*_hooked, *_missing)]
+        parts = {"hooked": _hooked, "on import": waiting, "absent from this verl": _missing}
+        log.info_rank0("npu-backend in verl: " + "; ".join(f"{k} {', '.join(v)}" for k, v in parts.items() if v))
 
 
 def _on_import(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None:

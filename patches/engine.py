@@ -255,7 +255,8 @@ class Engine:
         with self.lock:
             rows = []
             for transaction in self.ledger:
-                broken = {c.row.target: owner_of(c.slot.get()) for c in transaction.changes if not c.slot.holds(c.after)}
+                lost = [c for c in transaction.changes if not c.slot.holds(c.after)]
+                broken = {change.row.target: owner_of(change.slot.get()) for change in lost}
                 for row in transaction.rows:
                     if row.state == "applied" and row.target in broken:
                         row = replace(row, state="stale", reason=f"overwritten by {broken[row.target]}")
@@ -264,7 +265,6 @@ class Engine:
 
 
 ENGINE = Engine()
-
 
 
 def put_all(changes: Iterable[Change]) -> None:

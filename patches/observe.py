@@ -32,13 +32,12 @@ def snapshot(modules: Iterable[str]) -> Snapshot:
 
 def differences(before: Snapshot) -> list[tuple[Slot, Any, Any]]:
     """Every attribute that differs from a snapshot, with the old and the new value."""
-    found = []
-    for owner, old in before:
-        new = vars(owner)
-        for name in {**old, **new}:
-            if old.get(name, MISSING) is not new.get(name, MISSING):
-                found.append((Slot(owner, name), old.get(name, MISSING), new.get(name, MISSING)))
-    return found
+    pairs = (
+        (Slot(owner, name), old.get(name, MISSING), vars(owner).get(name, MISSING))
+        for owner, old in before
+        for name in {**old, **vars(owner)}
+    )
+    return [pair for pair in pairs if pair[1] is not pair[2]]
 
 
 def unreached(changes: Sequence[Change]) -> list[Row]:

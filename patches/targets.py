@@ -81,7 +81,7 @@ class InstanceSlot(Slot):
         self.name = name
 
     @property
-    def owner(self) -> Any:  # type: ignore[override]
+    def owner(self) -> Any:
         return self._owner()
 
     def get(self) -> Any:
@@ -152,8 +152,8 @@ def check_owner(target: str, slot: Slot, value: Any) -> None:
         owner = owner_of(thing)
         if owner.partition(".")[0] != module_name.partition(".")[0]:
             raise PatchConflictError(
-                f"{target} has already been replaced by {owner!r}; undo that before npu-backend patches it, or leave this "
-                "operator out with NPU_BACKEND_SKIP"
+                f"{target} has already been replaced by {owner!r}; undo that before npu-backend patches it, or leave "
+                "this operator out with NPU_BACKEND_SKIP"
             )
 
 

@@ -21,7 +21,7 @@ def torch_npu(monkeypatch):
     module.__version__ = "2.13.0"
     npu = types.SimpleNamespace(is_available=lambda: True, get_device_name=lambda i: "Ascend910B1")
     monkeypatch.setitem(sys.modules, "torch_npu", module)
-    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    module.npu = npu
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: module if name == "torch_npu" else find(name, *a))
     return module
@@ -56,7 +56,7 @@ def test_a_torch_npu_that_cannot_load_means_no_npu_with_the_reason(torch_npu, mo
 
 
 def test_a_driver_without_a_device_is_a_reason(torch_npu, monkeypatch):
-    monkeypatch.setattr(torch.npu, "is_available", lambda: False)
+    monkeypatch.setattr(torch_npu.npu, "is_available", lambda: False)
     assert "finds no device" in device.detect().reason
 
 

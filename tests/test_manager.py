@@ -64,8 +64,8 @@ def world(monkeypatch):
     module("mlib")
     libraries = {family: module(f"mlib.{family}", MODELING) for family in ("qwen3", "qwen2")}
     module("mours", OURS)
-    npu = PatchSet("verl_npu", (*records("Norm.forward", "mours:forward", "rms_norm"), *records("rope", "mours:rope", "rotary")))
-    module("npu_backend.patches.verl_npu", PATCH_SET=npu)
+    norm, rope = records("Norm.forward", "mours:forward", "rms_norm"), records("rope", "mours:rope", "rotary")
+    module("npu_backend.patches.verl_npu", PATCH_SET=PatchSet("verl_npu", (*norm, *rope)))
     liger = PatchSet("liger", tuple(records("Norm", "", "rms_norm")), install="mours:install")
     module("npu_backend.patches.liger", PATCH_SET=liger)
     monkeypatch.setattr(manager.device, "detect", lambda: NPU)
@@ -101,7 +101,7 @@ def test_the_same_choice_again_changes_nothing_and_another_family_joins(world):
     again = npu_backend.apply_npu_fsdp_patches(QWEN3)
     assert (again.status, again.applied) == ("already applied", 2)
     assert vars(world["qwen3"].Norm)["forward"] is replacement
-    joined = npu_backend.apply_npu_fsdp_patches(QWEN2)  # a full evaluation of the new configuration, never the old one's
+    joined = npu_backend.apply_npu_fsdp_patches(QWEN2)  # the new configuration in full, never the old one's
     assert (joined.status, joined.applied) == ("applied", 2)
     assert npu_backend.patch_status().applied == 4
 
@@ -131,7 +131,13 @@ def test_liger_after_verl_never_writes_into_ligers_class(world):
 
 @pytest.mark.parametrize(
     ("device", "use_liger", "state"),
-    [(CPU, False, "skipped"), (CPU, True, "skipped"), (CUDA, False, "skipped"), (CUDA, True, "applied"), (NPU, True, "applied")],
+    [
+        (CPU, False, "skipped"),
+        (CPU, True, "skipped"),
+        (CUDA, False, "skipped"),
+        (CUDA, True, "applied"),
+        (NPU, True, "applied"),
+    ],
 )
 def test_what_each_device_takes(monkeypatch, world, device, use_liger, state):
     on(monkeypatch, device)

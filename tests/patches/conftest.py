@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -50,7 +50,7 @@ def too_old(original, context):
 
 
 @pytest.fixture
-def make_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], types.ModuleType]]:
+def make_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., types.ModuleType]:
     """Create an importable module from source; gone after the test."""
 
     def make(name: str, source: str = "") -> types.ModuleType:
@@ -59,7 +59,7 @@ def make_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str]
         monkeypatch.setitem(sys.modules, name, module)
         return module
 
-    yield make
+    return make
 
 
 @pytest.fixture

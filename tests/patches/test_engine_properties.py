@@ -22,7 +22,8 @@ def build() -> types.ModuleType:
     exec("def make(original, context):\n    return lambda x: original(x) + 1", ours.__dict__)
     foreign = types.ModuleType("prop_foreign")
     exec("def f(x):\n    return -1", foreign.__dict__)
-    sys.modules.update({"prop": types.ModuleType("prop"), "prop.lib": library, "prop_ours": ours, "prop_foreign": foreign})
+    modules = {"prop": types.ModuleType("prop"), "prop.lib": library, "prop_ours": ours, "prop_foreign": foreign}
+    sys.modules.update(modules)
     return library
 
 
