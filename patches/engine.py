@@ -136,8 +136,10 @@ class Engine:
             return plan
 
     def _plan_one(self, plan: Plan, patch: Patch, disabled: str | None) -> None:
+        target = patch.target
+
         def row(state: str, reason: str = "") -> Row:
-            return Row(patch.target, patch.op, patch.family, plan.patch_set.name, state, reason, patch.why)
+            return Row(target, patch.op, patch.family, plan.patch_set.name, state, reason, patch.why)
 
         if disabled:
             plan.rows.append(row("disabled", disabled))
@@ -147,6 +149,7 @@ class Engine:
         except ImportError as error:
             plan.rows.append(row("unavailable", f"{type(error).__name__}: {error}"))
             return
+        target = str(slot)  # the name that this release has
         mine = self._entry(slot)
         if mine is not None and mine.slot.holds(mine.after):
             if mine.row.owner != plan.patch_set.name:
@@ -155,6 +158,9 @@ class Engine:
                     "narrow one of the two sets"
                 )
             plan.rows.append(row("applied", "already applied"))
+            return
+        if any(change.slot.same_place(slot) for change in plan.changes):  # two families share this place
+            plan.rows.append(row("planned"))
             return
         try:
             reason = load(patch.requires)(original, plan.context) if patch.requires else None

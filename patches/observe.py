@@ -66,7 +66,7 @@ def _stale_objects(changes: Sequence[Change]) -> list[Row]:
     methods = {c.slot.owner: c for c in changes if isinstance(c.slot.owner, type)}
     swapped = {c.before: c for c in changes if isinstance(c.before, type)}
     counts: dict[type, int] = {}
-    for thing in gc.get_objects() if methods or swapped else ():
+    for thing in gc.get_referrers(*methods, *swapped):  # an object refers to its class
         kind = type(thing)
         if kind in swapped or (kind in methods and methods[kind].slot.name in getattr(thing, "__dict__", ())):
             counts[kind] = counts.get(kind, 0) + 1

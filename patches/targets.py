@@ -25,9 +25,10 @@ MISSING: Any = _Missing()
 class Slot:
     """An attribute of a module or a class, read without descriptors so that the very object can be put back."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Any, name: str, found_as: str = "") -> None:
         self.owner = owner
         self.name = name
+        self.found_as = found_as  # the target string that led here
 
     def get(self) -> Any:
         return vars(self.owner).get(self.name, MISSING)
@@ -46,6 +47,8 @@ class Slot:
         return self.owner is other.owner and self.name == other.name
 
     def __str__(self) -> str:
+        if self.found_as:
+            return self.found_as
         if isinstance(self.owner, type):
             return f"{self.owner.__module__}:{self.owner.__qualname__}.{self.name}"
         return f"{getattr(self.owner, '__name__', type(self.owner).__name__)}:{self.name}"
@@ -66,9 +69,6 @@ class ItemSlot(Slot):
         elif self.get() is not MISSING:
             del self.owner[self.name]
 
-    def __str__(self) -> str:
-        return f"{type(self.owner).__name__}[{self.name}]"
-
 
 class InstanceSlot(Slot):
     """An attribute of a live object, which the ledger must not keep alive: once the object is gone nothing is left to
@@ -77,8 +77,8 @@ class InstanceSlot(Slot):
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner = weakref.ref(owner)
-        self._put: Any = None
         self.name = name
+        self.found_as = ""
 
     @property
     def owner(self) -> Any:
@@ -128,6 +128,7 @@ def resolve(target: str, aliases: Sequence[str] = ()) -> tuple[Slot, Any]:
 
 
 def _find(module: Any, path: str) -> Slot | None:
+    found_as = f"{module.__name__}:{path}"
     path, _, key = path.partition("[")
     *parents, name = path.split(".")
     owner = module
@@ -136,8 +137,8 @@ def _find(module: Any, path: str) -> Slot | None:
     if owner is MISSING or inspect.getattr_static(owner, name, MISSING) is MISSING:
         return None
     if not key:
-        return Slot(owner, name)
-    slot = ItemSlot(inspect.getattr_static(owner, name), key.rstrip("]"))
+        return Slot(owner, name, found_as)
+    slot = ItemSlot(inspect.getattr_static(owner, name), key.rstrip("]"), found_as)
     return None if slot.get() is MISSING else slot
 
 

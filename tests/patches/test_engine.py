@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import types
@@ -70,6 +71,17 @@ def test_a_registry_entry_is_a_target(library):
         plan(engine, patch("lib.modeling:REGISTRY[absent]", "ours:rope"))
 
 
+def test_two_families_may_share_one_place(library):
+    engine, original = Engine(), library.REGISTRY["grouped"]
+    entry = patch("lib.modeling:REGISTRY[grouped]", "ours:rope")
+    shared = PatchSet("ours", (entry, dataclasses.replace(entry, family="other")))
+    assert states(engine.apply(engine.plan(shared, ["lib", "other"]))) == ["applied", "applied"]
+    assert states(engine.status()) == ["applied", "applied"]
+    assert states(engine.apply(engine.plan(shared, ["other"]))) == ["applied"]
+    engine.revert()
+    assert library.REGISTRY["grouped"] is original
+
+
 @pytest.mark.case("A27")
 def test_the_same_set_again_is_a_no_op(library):
     engine = Engine()
@@ -111,7 +123,7 @@ def test_a_missing_target_is_an_error_with_the_closest_name(library, target, clo
 def test_an_alias_finds_the_name_of_another_release(library):
     engine = Engine()
     rows = engine.apply(plan(engine, patch("lib.modeling:OldNorm.forward", aliases=("Norm.forward",))))
-    assert states(rows) == ["applied"]
+    assert [(r.state, r.target) for r in rows] == [("applied", "lib.modeling:Norm.forward")]
     assert library.Norm().forward(1) == 2
 
 
