@@ -59,6 +59,7 @@ REQUIREMENTS := $(wildcard requirements/*.txt)
 	@$(new_venv)
 	$(pip_install) "$(TORCH_SPEC)" -r requirements/transformers5.txt
 	$(add_missing) requirements/no-deps.txt --quiet --no-deps $(PIP_ARGS)
+	$(add_missing) requirements/verl.txt --quiet --no-deps $(PIP_ARGS)
 	touch $@
 
 .venv-tf4/.ready: $(REQUIREMENTS)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from npu_backend.operators import checks
+from npu_backend.errors import OperatorInputError
 
 _COUNTS, _RUNNING_SUMS = 1, 0  # group_list_type
 
@@ -57,7 +57,7 @@ def counts_of(group_list: Tensor, rows: int, *, group_list_type: int) -> Tensor:
     values = counts.tolist()
     if min(values, default=0) < 0 or sum(values) != rows:
         form = "running sums" if group_list_type == _RUNNING_SUMS else "counts"
-        raise checks.OperatorInputError(
+        raise OperatorInputError(
             f"group_list {group_list.tolist()} read as {form} (group_list_type={group_list_type}) covers {sum(values)} "
             f"rows, but there are {rows}; pass the other type, or the counts of tokens_per_expert"
         )
