@@ -71,22 +71,13 @@ def _forward_with_backends(original: Callable[..., None]) -> Callable[..., None]
 
 
 def _linear_cross_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's Triton head. A tensor-parallel group still goes to verl's, which has it on CUDA."""
+    """verl's Triton head, which its FSDP and Megatron engines call; Megatron's with a tensor-parallel group."""
 
     @functools.wraps(original)
-    def linear_cross_entropy(
-        hidden: Any,
-        weight: Any,
-        labels: Any,
-        temperature: Any = 1.0,
-        reduction: str = "none",
-        dist_process_group: Any = None,
-    ) -> Any:
-        if dist_process_group is not None and dist_process_group.size() > 1:
-            return original(hidden, weight, labels, temperature, reduction, dist_process_group)
+    def linear_cross_entropy(*args: Any, **kwargs: Any) -> Any:
         from npu_backend.head import linear_log_prob
 
-        return linear_log_prob.linear_cross_entropy(hidden, weight, labels, temperature, reduction, dist_process_group)
+        return linear_log_prob.linear_cross_entropy(*args, **kwargs)
 
     return linear_cross_entropy
 

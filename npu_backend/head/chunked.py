@@ -78,7 +78,8 @@ class RowKernels(Protocol):
         to_scores: ScoreTransform,
         log_probs: Tensor,
         entropy: Tensor | None,
-        log_sum_exp: Tensor,
+        peak: Tensor,
+        total: Tensor,
         grad_log_probs: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Tensor: ...
@@ -173,9 +174,10 @@ class ChunkedHead(torch.autograd.Function):
                 del logits  # before the next chunk's are allocated
         if plan.group is not None:
             found = vocab_parallel.merge(found, plan.group)
-        log_probs, entropy, log_sum_exp = _finish(found, labels)
+        log_probs, entropy = _finish(found, labels)
         ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, labels, temperatures, log_probs, entropy, log_sum_exp, *cache)
+        vectors = (labels, temperatures, log_probs, entropy, found.peak, found.total)
+        ctx.save_for_backward(hidden, weight, bias, *vectors, *cache)
         return log_probs, entropy
 
     @staticmethod
@@ -193,8 +195,8 @@ class ChunkedHead(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-def _finish(found: RowStatistics, labels: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-prob and entropy (zeros where the label is negative) and log-sum-exp of each row, [N'] each.
+def _finish(found: RowStatistics, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Log-prob and entropy of each row, [N'] each, zeros where the label is negative.
 
     All is relative to the row's maximum, so that nothing large is subtracted from anything large: the log-prob is never
     positive, the entropy never negative.
@@ -205,14 +207,14 @@ def _finish(found: RowStatistics, labels: Tensor) -> tuple[Tensor, Tensor | None
     entropy = None
     if found.weighted is not None:
         entropy = (log_total - found.weighted / found.total).masked_fill(ignored, 0.0)
-    return log_probs, entropy, found.peak + log_total
+    return log_probs, entropy
 
 
 def _gradients(
     ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, each in its own dtype, None for those that nobody asked for."""
-    hidden, weight, bias, labels, temperatures, log_probs, entropy, log_sum_exp, *cache = ctx.saved_tensors
+    hidden, weight, bias, labels, temperatures, log_probs, entropy, peak, total, *cache = ctx.saved_tensors
     plan: Plan = ctx.plan
     wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     # A sum over chunks is kept in the score dtype and rounded once; a single chunk has nothing to add to.
@@ -232,7 +234,8 @@ def _gradients(
             plan.to_scores(bias, temperatures, rows),
             log_probs[rows],
             None if entropy is None else entropy[rows],
-            log_sum_exp[rows],
+            peak[rows],
+            total[rows],
             None if grad_log_probs is None else grad_log_probs[rows],
             None if grad_entropy is None else grad_entropy[rows],
         )

@@ -44,30 +44,33 @@ def rows_backward(
     to_scores: ScoreTransform,
     log_probs: Tensor,
     entropy: Tensor | None,
-    log_sum_exp: Tensor,
+    peak: Tensor,
+    total: Tensor,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
     """Gradient of the logits, [M, V] in their dtype, rounded to it once.
 
-    `log_probs`, `entropy` and `log_sum_exp` are those of the whole vocabulary. The upstream gradients are [M],
+    `log_probs`, `entropy`, `peak` and `total` are those of the whole vocabulary. The upstream gradients are [M],
     contiguous, in `to_scores.dtype`, zero where the label is negative; at least one of them is given.
 
     d log-prob_y / d z_j = [j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy). At the label 1 - p is taken
-    as -expm1(log-prob): the difference of two numbers near 1 would lose what matters for a confident policy.
+    as -expm1(log-prob): the difference of two numbers near 1 would lose what matters for a confident policy. Scores are
+    taken relative to the maximum here too, p_j = e^(z_j - m) / S, and what belongs to a row is multiplied as a vector.
     """
     scores, saturation = _scores(logits, to_scores)
-    log_p = scores.sub_(log_sum_exp[:, None])
-    p = log_p.exp()
+    shifted = scores.sub_(peak[:, None])
+    weights = shifted.exp()
     grad = None
     if grad_entropy is not None:
         assert entropy is not None  # its gradient exists only if it does
-        grad = log_p.clamp_(min=_NEVER).add_(entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
+        from_shifted = entropy - total.log()  # log p + entropy = (z - m) + this
+        of_entropy = shifted.clamp_(min=_NEVER).add_(from_shifted[:, None]).mul_(weights)
+        grad = of_entropy.mul_((-grad_entropy / total)[:, None])
     if grad_log_probs is not None:
-        column, is_here = _columns_of(labels, p)
-        at_label = torch.where(is_here[:, None], log_probs.expm1()[:, None], p.gather(1, column))
-        p_minus_label = p.scatter_(1, column, at_label)
-        of_log_probs = p_minus_label.mul_(-grad_log_probs[:, None])
+        column, is_here = _columns_of(labels, weights)
+        at_label = torch.where(is_here, log_probs.expm1() * total, weights.gather(1, column)[:, 0])
+        of_log_probs = weights.scatter_(1, column, at_label[:, None]).mul_((-grad_log_probs / total)[:, None])
         grad = of_log_probs if grad is None else grad.add_(of_log_probs)
     assert grad is not None
     return _scores_backward(grad, saturation, to_scores).to(logits.dtype)

@@ -246,3 +246,10 @@ def test_weight_gradient_over_many_chunks_is_rounded_once(dtype: torch.dtype) ->
     case = replace(case, hidden=case.hidden.abs(), grad_log_probs=torch.ones(2048), grad_entropy=None)
     case = replace(case, labels=torch.zeros_like(case.labels))
     assert_head_matches(case, lambda given: module.forward(given.hidden, given.weight, given.labels))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sharp_policy_loses_nothing_in_backward(seed: int) -> None:
+    """Scores of some hundreds: relative to log-sum-exp instead of the maximum, p would be off by their rounding."""
+    case = head_case(20, spread=60.0, seed=seed)
+    assert_head_matches(case, head)

@@ -19,7 +19,6 @@ _FSDP1 += ["fsdp1 head its own unit"]
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Scenario -> error over what is allowed; `tests/sharded_scenarios.py` says what they do."""
-    pytest.importorskip("transformers")
     return gloo_ranks.run(4, "sharded_scenarios", tmp_path_factory.mktemp("ranks") / "store")
 
 
