@@ -21,5 +21,9 @@ class BackendUnavailableError(NPUBackendError, RuntimeError):
     """Something that was asked for by name cannot be used on this host."""
 
 
+class OperatorInputError(NPUBackendError, ValueError):
+    """An operator was called with sizes that it has no meaning for. A patched model never does."""
+
+
 class HeadInputError(NPUBackendError, ValueError):
     """The PPO head was given tensors or options that it must not compute with."""

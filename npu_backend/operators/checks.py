@@ -11,14 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_backend.errors import NPUBackendError, PatchTargetError
+from npu_backend.errors import PatchTargetError
 
 DEVICE = "npu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class OperatorInputError(NPUBackendError, ValueError):
-    """An operator was called with sizes that it has no meaning for. A patched model never does."""
 
 
 # -- torch_npu --------------------------------------------------------------------------------------------------------

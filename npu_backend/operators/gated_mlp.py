@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npu_backend.errors import OperatorInputError
 from npu_backend.operators import checks, counters, sharded
 
 OP = "gated_mlp"
@@ -88,7 +89,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         size = gate_up.shape[-1] if gate_up.dim() else "no axis"
-        raise checks.OperatorInputError(
+        raise OperatorInputError(
             f"swiglu splits the last axis into two halves, and its size is {size} (shape {list(gate_up.shape)}); "
             "pass the gate and up projections concatenated"
         )
