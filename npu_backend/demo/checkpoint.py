@@ -6,10 +6,14 @@ own module needs packages that do not install everywhere, so its file is found w
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from npu_backend.errors import ConfigError
 
@@ -25,10 +29,6 @@ class Checkpoint:
     name: str
     folder: Path
     gguf_file: str | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """What every `from_pretrained` of this checkpoint needs besides the folder."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
 
 def find(path: str | None = None) -> Checkpoint:
@@ -54,27 +54,35 @@ def find(path: str | None = None) -> Checkpoint:
     return Checkpoint("SmolLM2-135M-Instruct", folder, GGUF_FILE)
 
 
-def load_model(checkpoint: Checkpoint) -> Any:
-    """The causal language model in float32 on the CPU, with whatever patches are in force."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    arguments = checkpoint.arguments()
-    return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32, **arguments)
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer.
+def load(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """The causal language model, in float32 on the CPU, with whatever patches are in force; and its tokenizer.
 
     Raises:
-        ConfigError: the folder has none.
+        ConfigError: the folder has no tokenizer that can be loaded.
     """
-    from transformers import AutoTokenizer
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.folder, **checkpoint.arguments())
-    except Exception as error:  # what is missing decides which library complains, and how
-        raise ConfigError(f"--model {checkpoint.folder}: its tokenizer cannot be loaded: {error}") from error
+    arguments = {"gguf_file": checkpoint.gguf_file} if checkpoint.gguf_file else {}
+    with _parsed_once() if checkpoint.gguf_file else contextlib.nullcontext():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, **arguments)
+        except Exception as error:  # what is missing decides which library complains, and how
+            raise ConfigError(f"--model {checkpoint.folder}: its tokenizer cannot be loaded: {error}") from error
+        return AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32, **arguments), tokenizer
+
+
+@contextlib.contextmanager
+def _parsed_once() -> Iterator[None]:
+    """transformers parses a GGUF file's metadata four times, in Python, and builds the table of tensor names anew for
+    every module: most of the time of loading SmolLM2. For this moment both are remembered.
+    """
+    import gguf
+
+    with contextlib.ExitStack() as stack:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            stack.enter_context(mock.patch.object(gguf, name, functools.cache(getattr(gguf, name))))
+        yield
 
 
 def stop_token(config: Any) -> int:

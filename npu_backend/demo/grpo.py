@@ -22,7 +22,7 @@ class Settings:
 
     groups: int = 8
     group_size: int = 4
-    new_tokens: int = 24
+    new_tokens: int = 16
     minibatches: int = 2
     learning_rate: float = 5e-6
     clip: float = 0.2

@@ -108,8 +108,7 @@ class _Job:
         self.where = where
         self.screen = screen
         self.report = report
-        self.tokenizer = checkpoint.load_tokenizer(source)
-        plain = checkpoint.load_model(source)
+        plain, self.tokenizer = checkpoint.load(source)
         if where.interpreter:
             checkpoint.keep_layers(plain, INTERPRETED_LAYERS)
             screen.say(f"the model's first {INTERPRETED_LAYERS} layers only, to keep the interpreter's time short")

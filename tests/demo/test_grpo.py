@@ -18,7 +18,7 @@ PROMPTS = [[10, 11, 12, 13, 14], [20, 21]]
 
 @pytest.fixture
 def model(tiny_folder: Path) -> Any:
-    return checkpoint.load_model(checkpoint.find(str(tiny_folder))).eval()
+    return checkpoint.load(checkpoint.find(str(tiny_folder)))[0].eval()
 
 
 def sample(model: Any, stop: int = 2) -> grpo.Rollout:
