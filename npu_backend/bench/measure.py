@@ -1,12 +1,15 @@
 """Measures one shape: every contestant in turn, round after round, so that a slow moment of the machine hits all.
 
-The rate of the three GEMMs that no head can avoid (z = x W^T, dx = dz W, dW = dz^T x) is measured in the same rounds. A
-head's floor is the time of the GEMMs it has to run at those rates; `share` is that floor over its own time.
+The rate of the three GEMMs that no head can avoid (z = x W^T, dx = dz W, dW = dz^T x) is measured in the same rounds,
+one right after the other as in a head. A head's floor is the time of the GEMMs it has to run at those rates; `share` is
+that floor over its own time.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +28,7 @@ WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed: N rows, hidden size H, vocabulary V, and the share of rows whose upstream gradients are zero."""
+    """What is computed: N rows, hidden size H, vocabulary V, and the share of rows with zero upstream gradients."""
 
     rows: int
     hidden: int
@@ -129,11 +132,15 @@ class Bench:
         steps = {head.name: self.modes(head)[mode] for head in heads}
         gemms = self._gemms(backward=mode == "train") if mode != "train_silent" else {}
         samples: dict[str, list[float]] = {name: [] for name in (*gemms, *steps)}
+        order = random.Random(0)
         for round_ in range(WARM_UPS + rounds):
-            for name, step in (gemms | steps).items():
-                elapsed = self._elapsed_ms(step)
+            # A new order each round: what runs after a hot neighbour runs at a lower clock.
+            turns = [*steps, "gemms"] if gemms else [*steps]
+            for name in order.sample(turns, len(turns)):
+                elapsed = self._elapsed_ms(*(gemms.values() if name == "gemms" else (steps[name],)))
                 if round_ >= WARM_UPS:
-                    samples[name].append(elapsed)
+                    for key, ms in zip(gemms if name == "gemms" else (name,), elapsed):
+                        samples[key].append(ms)
         self.x.grad = self.w.grad = None
         for name in gemms:
             result.gemm_ms[name] = statistics.median(samples[name])
@@ -200,19 +207,27 @@ class Bench:
                 result.failures[name] = f"{type(error).__name__}: {error}"[:300]
             self._clean()
 
-    def _elapsed_ms(self, step: Callable[[], None]) -> float:
+    def _elapsed_ms(self, *steps: Callable[[], None]) -> list[float]:
+        """How long each of some steps takes, one right after the other."""
         if self.device.type != "cuda":
-            start = time.perf_counter()
+            times = [self._now()]
+            for step in steps:
+                step()
+                times.append(self._now())
+            return [(end - start) * 1e3 for start, end in itertools.pairwise(times)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for step, event in zip(steps, events[1:]):
             step()
-            torch.accelerator.synchronize() if self.device.type != "cpu" else None
-            return (time.perf_counter() - start) * 1e3
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            event.record()
         torch.cuda.synchronize()
-        start_event.record()
-        step()
-        end_event.record()
-        torch.cuda.synchronize()
-        return start_event.elapsed_time(end_event)
+        return [float(start.elapsed_time(end)) for start, end in itertools.pairwise(events)]
+
+    def _now(self) -> float:
+        if self.device.type == "npu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
 
     def _peak_gib(self, step: Callable[[], None]) -> float:
         """Peak memory of a step above what lay there before it: inputs and upstream gradients."""
@@ -277,4 +292,4 @@ def relative_error(found: Tensor | None, exact: Tensor) -> float | None:
     """Norm of the difference over the norm of the exact value."""
     if found is None:
         return None
-    return float((found.detach().double() - exact).norm() / exact.norm())
+    return float(((found.detach().double() - exact).norm() / exact.norm()).item())

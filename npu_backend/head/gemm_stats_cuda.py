@@ -12,10 +12,9 @@ So a pass without gradients writes no logits, and a backward pass that recompute
 
 What the numbers mean is said in `rows_cuda`, whose kernels do the same to logits from a library's GEMM.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from npu_backend.head.inputs import HeadInputs
+# Their names since triton 3.8 or so, and before.
+_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 # A tile of the product is 128 rows (64 for each consumer) by 256 columns; 64 of H are in one stage of the pipeline.
 ROWS = gl.constexpr(128)
@@ -34,33 +35,33 @@ COLUMNS = gl.constexpr(256)
 DEPTH = gl.constexpr(64)
 STORE_COLUMNS = gl.constexpr(64)
 NEVER = gl.constexpr(-1.0e30)
+GROUP_ROWS = 16  # row tiles that sweep the columns together
 STAGES = gl.constexpr(4)
-GROUP = gl.constexpr(8)  # row tiles that sweep the columns together
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # of a consumer's half tile
 
 
 @gluon.jit
-def _position(tile, row_tiles, column_tiles):
-    """Row and column of a tile: GROUP row tiles at a time sweep the columns, so that both operands stay in L2."""
-    group = tile // (GROUP * column_tiles)
-    first = group * GROUP
-    height = gl.minimum(row_tiles - first, GROUP)
-    within = tile - group * (GROUP * column_tiles)
+def _position(tile, row_tiles, column_tiles, group):
+    """Row and column of a tile: `group` row tiles at a time sweep the columns, so that both operands stay in L2."""
+    first = tile // (group * column_tiles) * group
+    height = gl.minimum(row_tiles - first, group)
+    within = tile - first * column_tiles
     return (first + within % height) * ROWS, (within // height) * COLUMNS
 
 
 @gluon.jit
-def _produce(x, w, ring, steps, row_tiles, column_tiles):
+def _produce(x, w, ring, schedule):
+    steps, row_tiles, column_tiles, group = schedule
     x_tiles, w_tiles, filled, drained = ring
     count = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _position(tile, row_tiles, column_tiles)
+        row, column = _position(tile, row_tiles, column_tiles, group)
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(drained.index(stage), ((count // STAGES) & 1) ^ 1)
             mbarrier.expect(filled.index(stage), x.block_type.nbytes + w.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [row, step * DEPTH], filled.index(stage), x_tiles.index(stage))
-            tma.async_copy_global_to_shared(w, [column, step * DEPTH], filled.index(stage), w_tiles.index(stage))
+            _load_tile(x, [row, step * DEPTH], filled.index(stage), x_tiles.index(stage))
+            _load_tile(w, [column, step * DEPTH], filled.index(stage), w_tiles.index(stage))
             count += 1
 
 
@@ -106,67 +107,77 @@ def _store(values, target, buffer, row, column):
     tma.store_wait(1)  # all stores but the last one have left their buffers, and this is not that one's
     buffer.store(values.to(target.dtype))
     hopper.fence_async_shared()
-    tma.async_copy_shared_to_global(target, [row, column], buffer)
+    _store_tile(target, [row, column], buffer)
 
 
 @gluon.jit
 def _consume_statistics(work, KEEP: gl.constexpr, MINE: gl.constexpr):
-    ring, staging, kept, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles = work
+    ring, staging, kept, rows_ptr, partials_ptr, plane, M, V, logit_scale, schedule = work
+    steps, row_tiles, column_tiles, group = schedule
     count = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _position(tile, row_tiles, column_tiles)
+        row, column = _position(tile, row_tiles, column_tiles, group)
         row += MINE * HALF
         rows = row + gl.arange(0, HALF, gl.SliceLayout(1, PRODUCT))
-        factor = gl.load(rows_ptr + rows, mask=rows < M, other=1.0)
+        factor = gl.load(rows_ptr + rows, mask=rows < M, other=1.0) * logit_scale
         base = gl.load(rows_ptr + M + rows, mask=rows < M, other=0.0)
         product, count = _multiply(ring, count, steps, MINE)
-        if KEEP:
-            parts = _quarters(product)
-            for quarter in gl.static_range(4):
-                part = parts[quarter]
-                scores = gl.fma(part, _column(factor, part), _column(-base, part))
-                _store(scores, kept, staging.index(2 * MINE + quarter % 2), row, column + quarter * STORE_COLUMNS)
         if column + COLUMNS > V:
             columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, PRODUCT))
             product = gl.where((columns < V)[None, :], product, NEVER)
         largest = gl.max(product, 1)
-        shifted = gl.fma(product, gl.expand_dims(factor, 1), gl.expand_dims(-largest * factor, 1))
-        weights = gl.exp2(shifted)
-        total = gl.sum(weights, 1)
-        weighted = gl.sum(weights * shifted, 1)
+        # A quarter at a time, so that its arithmetic hides the way of the quarter before it into memory.
+        quarters = _quarters(product)
+        for quarter in gl.static_range(4):
+            part = quarters[quarter]
+            if KEEP:
+                scores = gl.fma(part, _column(factor, part), _column(-base, part))
+                _store(scores, kept, staging.index(2 * MINE + quarter % 2), row, column + quarter * STORE_COLUMNS)
+            shifted = gl.fma(part, _column(factor, part), _column(-largest * factor, part))
+            weight = gl.exp2(shifted)
+            if quarter == 0:
+                weights, weighted = weight, weight * shifted
+            else:
+                weights, weighted = weights + weight, gl.fma(weight, shifted, weighted)
+        total = gl.convert_layout(gl.sum(weights, 1), gl.SliceLayout(1, PRODUCT))
+        first_moment = gl.convert_layout(gl.sum(weighted, 1), gl.SliceLayout(1, PRODUCT))
         target = partials_ptr + (column // COLUMNS).to(gl.int64) * M + rows
         gl.store(target, largest * factor - base, mask=rows < M)
         gl.store(target + plane, total, mask=rows < M)
-        gl.store(target + plane + plane, weighted, mask=rows < M)
+        gl.store(target + plane + plane, first_moment, mask=rows < M)
     if KEEP:
         tma.store_wait(0)
 
 
 @gluon.jit
 def _consume_gradient(work, MINE: gl.constexpr):
-    ring, staging, target, rows_ptr, M, steps, row_tiles, column_tiles = work
+    ring, staging, target, rows_ptr, _, _, M, _, logit_scale, schedule = work
+    steps, row_tiles, column_tiles, group = schedule
     count = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _position(tile, row_tiles, column_tiles)
+        row, column = _position(tile, row_tiles, column_tiles, group)
         row += MINE * HALF
         rows = row + gl.arange(0, HALF, gl.SliceLayout(1, PRODUCT))
-        factor = gl.load(rows_ptr + rows, mask=rows < M, other=0.0)
-        shift = gl.load(rows_ptr + M + rows, mask=rows < M, other=0.0)
-        constant = gl.load(rows_ptr + 2 * M + rows, mask=rows < M, other=0.0)
-        slope = gl.load(rows_ptr + 3 * M + rows, mask=rows < M, other=0.0)
+        factor = gl.load(rows_ptr + rows, mask=rows < M, other=0.0) * logit_scale
+        base = gl.load(rows_ptr + M + rows, mask=rows < M, other=0.0)
+        shift = gl.load(rows_ptr + 2 * M + rows, mask=rows < M, other=0.0) - base
+        constant = gl.load(rows_ptr + 3 * M + rows, mask=rows < M, other=0.0)
+        slope = gl.load(rows_ptr + 4 * M + rows, mask=rows < M, other=0.0)
         product, count = _multiply(ring, count, steps, MINE)
-        parts = _quarters(product)
+        quarters = _quarters(product)
         for quarter in gl.static_range(4):
-            part = parts[quarter]
+            part = quarters[quarter]
             log_p = gl.fma(part, _column(factor, part), _column(shift, part))
             gradient = gl.exp2(log_p) * gl.fma(log_p, _column(slope, part), _column(constant, part))
             _store(gradient, target, staging.index(2 * MINE + quarter % 2), row, column + quarter * STORE_COLUMNS)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["plane", "M", "V", "steps", "row_tiles", "column_tiles"])
-def _kernel(x, w, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles, GRADIENT: gl.constexpr,
-            KEEP: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["plane", "M", "V", "steps", "row_tiles", "column_tiles", "group"])
+def _kernel(
+    x, w, target, rows_ptr, partials_ptr, plane, M, V, logit_scale, steps, row_tiles, column_tiles, group,
+    GRADIENT: gl.constexpr, KEEP: gl.constexpr,
+):  # fmt: skip
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, COLUMNS, DEPTH], w.layout)
     staging = gl.allocate_shared_memory(target.dtype, [4, HALF, STORE_COLUMNS], target.layout)
@@ -177,70 +188,61 @@ def _kernel(x, w, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles,
         mbarrier.init(drained.index(stage), count=2)
     hopper.fence_async_shared()
     ring = (x_tiles, w_tiles, filled, drained)
+    schedule = (steps, row_tiles, column_tiles, group)
+    work = (ring, staging, target, rows_ptr, partials_ptr, plane, M, V, logit_scale, schedule)
     if GRADIENT:
-        work = (ring, staging, target, rows_ptr, M, steps, row_tiles, column_tiles)
         gl.warp_specialize(
-            [
-                (_consume_gradient, (work, 0)),
-                (_consume_gradient, (work, 1)),
-                (_produce, (x, w, ring, steps, row_tiles, column_tiles)),
-            ],
+            [(_consume_gradient, (work, 0)), (_consume_gradient, (work, 1)), (_produce, (x, w, ring, schedule))],
             [4, 1],
             [240, 24],
         )
     else:
-        work = (ring, staging, target, rows_ptr, partials_ptr, plane, M, V, steps, row_tiles, column_tiles)
         gl.warp_specialize(
             [
                 (_consume_statistics, (work, KEEP, 0)),
                 (_consume_statistics, (work, KEEP, 1)),
-                (_produce, (x, w, ring, steps, row_tiles, column_tiles)),
+                (_produce, (x, w, ring, schedule)),
             ],
             [4, 1],
             [240, 24],
         )
 
 
-def unusable_reason(given: HeadInputs, dtype: torch.dtype) -> str | None:
+def unusable_reason(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, logit_scale: float, softcap: float | None
+) -> str | None:
     """Why the kernels cannot take these inputs on a Hopper device, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"they multiply bfloat16 or float16, not {dtype}"
-    if given.bias is not None or given.softcap is not None or given.logit_scale <= 0.0:
+    if bias is not None or softcap is not None or logit_scale <= 0.0:
         return "they know no bias, softcap or negative logit scale"
-    width = given.weight.shape[1]
-    if width % 8 != 0 or given.weight.stride() != (width, 1) or given.weight.data_ptr() % 16 != 0:
+    width = weight.shape[1]
+    if width % 8 != 0 or weight.stride() != (width, 1) or weight.data_ptr() % 16 != 0:
         return "rows of the weight must be contiguous and begin at multiples of 16 bytes"
     return None
 
 
 def parts(columns: int) -> int:
     """How many parts of statistics `statistics` leaves for that many columns."""
-    return -(-columns // COLUMNS.value)
+    return -(-columns // int(COLUMNS.value))
 
 
 def statistics(
-    x: Tensor, w: Tensor, kept: Tensor | None, factor: Tensor, base: Tensor, partials: Tensor, logit_scale: float
+    x: Tensor, w: Tensor, kept: Tensor | None, planes: Tensor, partials: Tensor, *, logit_scale: float
 ) -> None:
     """What `rows_cuda.statistics` does, from x [M, H] and w [C, H]: into partials [3, parts(C), M] and kept [M, C]."""
-    rows = torch.stack((factor * logit_scale, base))
-    _launch(x, w, kept, rows, partials, gradient=False)
+    _launch(x, w, kept, planes, partials, logit_scale, gradient=False)
 
 
-def gradient(x: Tensor, w: Tensor, target: Tensor, coefficients: Any, logit_scale: float) -> None:
+def gradient(x: Tensor, w: Tensor, target: Tensor, planes: Tensor, *, logit_scale: float) -> None:
     """What `rows_cuda.gradient` does, from x [M, H] and w [C, H], into target [M, C]."""
-    rows = torch.stack(
-        (
-            coefficients.factor * logit_scale,
-            coefficients.shift - coefficients.base,
-            coefficients.constant,
-            coefficients.slope,
-        )
-    )
-    _launch(x, w, target, rows, rows, gradient=True)
+    _launch(x, w, target, planes, planes, logit_scale, gradient=True)
 
 
-def _launch(x: Tensor, w: Tensor, target: Tensor | None, rows: Tensor, partials: Tensor, *, gradient: bool) -> None:
-    count, columns = x.shape[0], w.shape[0]
+def _launch(
+    x: Tensor, w: Tensor, target: Tensor | None, planes: Tensor, partials: Tensor, logit_scale: float, *, gradient: bool
+) -> None:
+    rows, columns = x.shape[0], w.shape[0]
     tile = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     depth, height, width = DEPTH.value, ROWS.value, COLUMNS.value
     destination = x if target is None else target  # a descriptor is needed even where nothing is stored
@@ -248,14 +250,16 @@ def _launch(x: Tensor, w: Tensor, target: Tensor | None, rows: Tensor, partials:
         TensorDescriptor.from_tensor(x, [height, depth], tile),
         TensorDescriptor.from_tensor(w, [width, depth], tile),
         TensorDescriptor.from_tensor(destination, [HALF.value, STORE_COLUMNS.value], tile),
-        rows,
+        planes,
         partials,
         partials.stride(0),
-        count,
+        rows,
         columns,
+        logit_scale,
         -(-x.shape[1] // depth),
-        -(-count // height),
+        -(-rows // height),
         -(-columns // width),
+        GROUP_ROWS,
         GRADIENT=gradient,
         KEEP=target is not None,
         num_warps=4,

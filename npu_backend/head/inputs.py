@@ -53,6 +53,7 @@ class HeadInputs:
         softcap: None for none.
         shape: of the caller's labels, which the outputs get too.
         group: the process group among whose ranks the vocabulary is divided; None where it is not.
+        may_ignore: False where the check of values found no ignored row.
     """
 
     hidden: Tensor
@@ -65,6 +66,7 @@ class HeadInputs:
     softcap: float | None
     shape: torch.Size
     group: Any
+    may_ignore: bool
 
 
 def prepare(
@@ -108,8 +110,9 @@ def prepare(
     vocab_size = columns if shard is None else shard.total
     given = labels.reshape(-1).long()
     ignored = given == ignore_index
+    may_ignore = True
     if not torch.compiler.is_compiling() and not _trusted.get():
-        _check_values(given, ignored, temperatures, vocab_size, ignore_index)
+        may_ignore = _check_values(given, ignored, temperatures, vocab_size, ignore_index)
     given = given.masked_fill(ignored, IGNORED)
     return HeadInputs(
         hidden=hidden_states.reshape(-1, hidden_states.shape[-1]),
@@ -122,6 +125,7 @@ def prepare(
         softcap=None if softcap is None else float(softcap),
         shape=labels.shape,
         group=None if shard is None else shard.group,
+        may_ignore=may_ignore,
     )
 
 
@@ -217,15 +221,16 @@ def _row_temperatures(temperature: Tensor, labels: Tensor) -> Tensor:
 
 def _check_values(
     labels: Tensor, ignored: Tensor, temperatures: Tensor | None, vocab_size: int | Tensor, ignore_index: int
-) -> None:
-    """One host synchronisation when all is well; the rest happens only to word the error."""
-    bad_labels = ((labels < 0) | (labels >= vocab_size)) & ~ignored
-    bad = bad_labels
+) -> bool:
+    """Whether any row is ignored. One host synchronisation when all is well; the rest happens to word the error."""
+    # `>` of booleans is "and not". Few small kernels: nothing else runs on the device before this is answered.
+    bad = bad_labels = ((labels < 0) | (labels >= vocab_size)) > ignored
     if temperatures is not None:
         bad_temperatures = ~(torch.isfinite(temperatures) & (temperatures > 0))
         bad = bad_labels | bad_temperatures
-    if not bool(bad.any()):
-        return
+    any_bad, any_ignored = torch.stack((bad, ignored)).any(dim=1).tolist()
+    if not any_bad:
+        return bool(any_ignored)
     if bool(bad_labels.any()):
         row = int(bad_labels.nonzero()[0])
         raise _error(

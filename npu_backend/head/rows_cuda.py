@@ -8,23 +8,31 @@ Everything is accumulated in float32 relative to the largest score m of what is 
 T = sum 2^(v - m) (v - m), so that nothing large is subtracted from anything large. A part of the columns leaves
 (m, S, T) in `partials`; `finish` merges the parts of a row.
 
+What is known of each row travels in one float32 tensor of planes [M]:
+
+    0 factor    from a capped logit to a score in units of log 2: log2 e / temperature
+    1 base      the label's score
+    2 shift     log2 of the label's probability              (2 to 5: backward only)
+    3 constant  the gradient of logit j is p_j (constant + slope log2 p_j) ...
+    4 slope     ... with upstream gradients, temperature and logit scale in them
+    5 at_label  ... and this one for the label's logit
+
 Padded vocabulary entries (logits of -inf) contribute nothing; NaN stays NaN.
 
 Letters: M rows, C columns of a tile, V vocabulary size, H hidden size. Tiles may have any row stride.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton reads a kernel's annotations: no `from __future__ import annotations` here.
 
-# Triton reads the annotations of a kernel: no `from __future__ import annotations` here.
-from typing import Any
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-
-_LN_2 = tl.constexpr(LN_2)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2.0))
 # 2 to its power is 0, and 0 times it is 0: it stands for -inf where -inf would make 0 * inf = NaN.
 _NEVER = tl.constexpr(-300.0)
 _LOWEST = tl.constexpr(-1.0e30)
@@ -40,8 +48,10 @@ def _capped(logit, column_bias, logit_scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _label_scores(x_ptr, w_ptr, bias_ptr, labels_ptr, factor_ptr, out_ptr, x_stride, w_stride, H, logit_scale, softcap,
-                  BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _label_scores(
+    x_ptr, w_ptr, bias_ptr, labels_ptr, temperatures_ptr, rows_ptr, x_stride, w_stride, H, M, temperature, logit_scale,
+    softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.maximum(tl.load(labels_ptr + row), 0)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -51,8 +61,11 @@ def _label_scores(x_ptr, w_ptr, bias_ptr, labels_ptr, factor_ptr, out_ptr, x_str
         w = tl.load(w_ptr + label * w_stride + at, mask=at < H, other=0.0).to(tl.float32)
         total += x * w
     bias = tl.load(bias_ptr + label).to(tl.float32) if BIAS else 0.0
-    u = _capped(tl.sum(total, 0), bias, logit_scale, softcap, SOFTCAP)
-    tl.store(out_ptr + row, u * tl.load(factor_ptr + row))
+    if PER_ROW:
+        temperature = tl.load(temperatures_ptr + row).to(tl.float32)
+    factor = 1.0 / temperature * _LOG2_E
+    tl.store(rows_ptr + row, factor)
+    tl.store(rows_ptr + M + row, _capped(tl.sum(total, 0), bias, logit_scale, softcap, SOFTCAP) * factor)
 
 
 @triton.jit
@@ -69,11 +82,13 @@ def _fold(m, s, t, v):
 
 
 @triton.jit
-def _statistics(z_ptr, kept_ptr, bias_ptr, factor_ptr, base_ptr, partials_ptr, z_stride, kept_stride, plane, C, logit_scale,
-                softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+def _statistics(
+    z_ptr, kept_ptr, bias_ptr, rows_ptr, partials_ptr, z_stride, kept_stride, plane, M, C, logit_scale, softcap,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(factor_ptr + row)
-    base = tl.load(base_ptr + row)
+    factor = tl.load(rows_ptr + row)
+    base = tl.load(rows_ptr + M + row)
     m = tl.full((LANES,), _LOWEST, tl.float32)
     s = tl.zeros((LANES,), tl.float32)
     t = tl.zeros((LANES,), tl.float32)
@@ -105,7 +120,9 @@ def _statistics(z_ptr, kept_ptr, bias_ptr, factor_ptr, base_ptr, partials_ptr, z
 
 
 @triton.jit
-def _finish(partials_ptr, log_probs_ptr, entropy_ptr, M, parts, plane, PARTS: tl.constexpr, ROWS: tl.constexpr):
+def _finish(
+    partials_ptr, labels_ptr, log_probs_ptr, entropy_ptr, M, parts, plane, PARTS: tl.constexpr, ROWS: tl.constexpr
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m = tl.full((ROWS,), _LOWEST, tl.float32)
     s = tl.zeros((ROWS,), tl.float32)
@@ -126,27 +143,65 @@ def _finish(partials_ptr, log_probs_ptr, entropy_ptr, M, parts, plane, PARTS: tl
         s = shrink * s + tl.sum(part_shrink * part_s, 0)
         m = largest
     log_total = tl.log2(s)
+    ignored = tl.load(labels_ptr + rows, mask=rows < M, other=-1) < 0
     # A log-prob is never positive; rounding of the label's own term could make it so by its last bit.
     log_probs = tl.minimum((m + log_total) * -_LN_2, 0.0, propagate_nan=_NAN_STAYS)
-    tl.store(log_probs_ptr + rows, log_probs, mask=rows < M)
-    tl.store(entropy_ptr + rows, (log_total - t / s) * _LN_2, mask=rows < M)
+    tl.store(log_probs_ptr + rows, tl.where(ignored, 0.0, log_probs), mask=rows < M)
+    tl.store(entropy_ptr + rows, tl.where(ignored, 0.0, (log_total - t / s) * _LN_2), mask=rows < M)
 
 
 @triton.jit
-def _gradient(source_ptr, target_ptr, bias_ptr, rows_ptr, factor_ptr, shift_ptr, constant_ptr, slope_ptr, base_ptr, source_stride,
-              target_stride, C, logit_scale, softcap, GATHER: tl.constexpr, SCORES: tl.constexpr, BIAS: tl.constexpr,
-              SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _one_minus_exp(x):
+    """1 - e^x for x <= 0, also where e^x is near 1."""
+    series = 1.0 + x / 9.0
+    for term in tl.static_range(8, 1, -1):
+        series = 1.0 + x / term * series
+    return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def _coefficients(
+    rows_ptr, labels_ptr, log_probs_ptr, entropy_ptr, g_ptr, h_ptr, out_ptr, loud_ptr, M, logit_scale, softcap,
+    G: tl.constexpr, H: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < M
+    factor = tl.load(rows_ptr + rows, mask=inside, other=1.0)
+    base = tl.load(rows_ptr + M + rows, mask=inside, other=0.0)
+    log_p = tl.load(log_probs_ptr + rows, mask=inside, other=0.0)
+    entropy = tl.load(entropy_ptr + rows, mask=inside, other=0.0)
+    counts = tl.load(labels_ptr + rows, mask=inside, other=-1) >= 0
+    g = tl.load(g_ptr + rows, mask=inside & counts, other=0.0) if G else tl.zeros((ROWS,), tl.float32)
+    h = tl.load(h_ptr + rows, mask=inside & counts, other=0.0) if H else tl.zeros((ROWS,), tl.float32)
+    per_logit = factor * logit_scale * _LN_2
+    at_label = per_logit * (g * _one_minus_exp(log_p) - h * tl.exp(log_p) * (log_p + entropy))
+    if SOFTCAP:
+        saturation = base / (factor * softcap)
+        at_label *= 1.0 - saturation * saturation
+    tl.store(out_ptr + rows, factor, mask=inside)
+    tl.store(out_ptr + M + rows, base, mask=inside)
+    tl.store(out_ptr + 2 * M + rows, log_p * _LOG2_E, mask=inside)
+    tl.store(out_ptr + 3 * M + rows, -per_logit * (g + h * entropy), mask=inside)
+    tl.store(out_ptr + 4 * M + rows, -per_logit * h * _LN_2, mask=inside)
+    tl.store(out_ptr + 5 * M + rows, at_label, mask=inside)
+    tl.store(loud_ptr + rows, (g != 0.0) | (h != 0.0), mask=inside)
+
+
+@triton.jit
+def _gradient(
+    source_ptr, target_ptr, bias_ptr, index_ptr, rows_ptr, source_stride, target_stride, M, C, logit_scale, softcap,
+    GATHER: tl.constexpr, SCORES: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = row
     if GATHER:
-        source = tl.load(rows_ptr + row).to(tl.int64)
-    factor = tl.load(factor_ptr + row)
-    shift = tl.load(shift_ptr + row)
-    constant = tl.load(constant_ptr + row)
-    slope = tl.load(slope_ptr + row)
-    base = tl.load(base_ptr + row)
-    start = tl.program_id(1) * BLOCK
-    at = start + tl.arange(0, BLOCK)
+        source = tl.load(index_ptr + row)
+    factor = tl.load(rows_ptr + row)
+    base = tl.load(rows_ptr + M + row)
+    shift = tl.load(rows_ptr + 2 * M + row)
+    constant = tl.load(rows_ptr + 3 * M + row)
+    slope = tl.load(rows_ptr + 4 * M + row)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(source_ptr + source * source_stride + at, mask=at < C, other=0.0).to(tl.float32)
     if SCORES:
         v = value
@@ -162,40 +217,41 @@ def _gradient(source_ptr, target_ptr, bias_ptr, rows_ptr, factor_ptr, shift_ptr,
 
 
 @triton.jit
-def _label_gradient(target_ptr, labels_ptr, at_label_ptr, target_stride, first, M, C, ROWS: tl.constexpr):
+def _label_gradient(target_ptr, labels_ptr, rows_ptr, target_stride, first, M, C, ROWS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.load(labels_ptr + rows, mask=rows < M, other=-1) - first
-    gradient = tl.load(at_label_ptr + rows, mask=rows < M, other=0.0)
+    gradient = tl.load(rows_ptr + 5 * M + rows, mask=rows < M, other=0.0)
     at = target_ptr + rows.to(tl.int64) * target_stride + column
     tl.store(at, gradient.to(target_ptr.dtype.element_ty), mask=(column >= 0) & (column < C) & (rows < M))
 
 
 def label_scores(
-    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor, logit_scale: float, softcap: float | None
-) -> Tensor:
-    """The label's score in units of log 2 [M] float32, from one dot product a row. Negative labels give any number.
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperatures: Tensor | None, *, temperature: float,
+    logit_scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Planes factor and base of each row, [2, M]; base from one dot product a row. Negative labels give any number.
 
     Args:
         x: [M, H].
         weight: [V, H].
         bias: [V] or None.
         labels: [M] int64.
-        factor: [M] float32: from a capped logit to a score in units of log 2.
-        logit_scale: see `ScoreTransform`; so is softcap.
+        temperatures: [M] or None, then `temperature` holds for all.
+        temperature: see `ScoreTransform`; so are logit_scale and softcap.
     """
     rows, width = x.shape
-    scores = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = min(1024, triton.next_power_of_2(width))
+    planes = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     _label_scores[(rows,)](
-        x, weight, bias, labels, factor, scores, x.stride(0), weight.stride(0), width, logit_scale, softcap or 1.0,
-        BIAS=bias is not None, SOFTCAP=softcap is not None, BLOCK=block, num_warps=4,
+        x, weight, bias, labels, temperatures, planes, x.stride(0), weight.stride(0), width, rows, temperature,
+        logit_scale, softcap or 1.0, BIAS=bias is not None, SOFTCAP=softcap is not None,
+        PER_ROW=temperatures is not None, BLOCK=min(1024, triton.next_power_of_2(width)), num_warps=4,
     )  # fmt: skip
-    return scores
+    return planes
 
 
 def statistics(
-    logits: Tensor, kept: Tensor | None, bias: Tensor | None, factor: Tensor, base: Tensor, partials: Tensor,
-    logit_scale: float, softcap: float | None,
+    logits: Tensor, kept: Tensor | None, bias: Tensor | None, planes: Tensor, partials: Tensor, *, logit_scale: float,
+    softcap: float | None,
 ) -> None:  # fmt: skip
     """Leave (m, S, T) of each row of `logits` [M, C] in `partials` [3, 1, M], and the scores in `kept` [M, C].
 
@@ -203,59 +259,85 @@ def statistics(
         logits: as the GEMM wrote them, float32 where the GEMM can.
         kept: None where nobody keeps them.
         bias: [C], this tile's part, or None.
-        factor: [M]; base: [M], what `label_scores` gave.
+        planes: what `label_scores` gave.
         partials: a view of all parts' statistics.
         logit_scale: see `ScoreTransform`; so is softcap.
     """
     rows, columns = logits.shape
     _statistics[(rows,)](
-        logits, kept, bias, factor, base, partials, logits.stride(0), 0 if kept is None else kept.stride(0),
-        partials.stride(0), columns, logit_scale, softcap or 1.0,
+        logits, kept, bias, planes, partials, logits.stride(0), 0 if kept is None else kept.stride(0),
+        partials.stride(0), rows, columns, logit_scale, softcap or 1.0,
         BIAS=bias is not None, SOFTCAP=softcap is not None, KEEP=kept is not None, LANES=1024, num_warps=8,
     )  # fmt: skip
 
 
-def finish(partials: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partials [3, parts, M] into log-probs and entropy, [M] float32 each."""
+def finish(partials: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge partials [3, parts, M] into log-probs and entropy, [M] float32 each, zero where the label is negative."""
     _, parts, rows = partials.shape
     log_probs = torch.empty(rows, dtype=torch.float32, device=partials.device)
     entropy = torch.empty_like(log_probs)
     _finish[(triton.cdiv(rows, 32),)](
-        partials, log_probs, entropy, rows, parts, partials.stride(0), PARTS=16, ROWS=32, num_warps=4
+        partials, labels, log_probs, entropy, rows, parts, partials.stride(0), PARTS=32, ROWS=32, num_warps=4
     )
     return log_probs, entropy
 
 
+def coefficients(
+    planes: Tensor, labels: Tensor, log_probs: Tensor, entropy: Tensor, grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None, *, logit_scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """All six planes [6, M], and which rows have an upstream gradient that is not zero, [M] bool.
+
+    d log p_y / d z_j = [j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy), by the chain rule down to
+    logits. At the label 1 - p is taken as -expm1(log p): the difference of two numbers near 1 would lose what matters
+    for a confident policy.
+
+    Args:
+        planes: what `label_scores` gave.
+        labels: [M]; where negative the upstream gradients are taken as zero.
+        log_probs: [M]; entropy: [M].
+        grad_log_probs: [M] float32, contiguous, or None for zeros; so is grad_entropy.
+        logit_scale: see `ScoreTransform`; so is softcap.
+    """
+    rows = labels.numel()
+    out = torch.empty(6, rows, dtype=torch.float32, device=planes.device)
+    loud = torch.empty(rows, dtype=torch.bool, device=planes.device)
+    _coefficients[(triton.cdiv(rows, 256),)](
+        planes, labels, log_probs, entropy, grad_log_probs, grad_entropy, out, loud, rows, logit_scale, softcap or 1.0,
+        G=grad_log_probs is not None, H=grad_entropy is not None, SOFTCAP=softcap is not None, ROWS=256, num_warps=4,
+    )  # fmt: skip
+    return out, loud
+
+
 def gradient(
-    source: Tensor, target: Tensor, rows: Tensor | None, bias: Tensor | None, coefficients: Any, *, scores: bool,
+    source: Tensor, target: Tensor, index: Tensor | None, bias: Tensor | None, planes: Tensor, *, scores: bool,
     logit_scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
     """Write the gradient of the logits [M, C], but for the labels' own, which `label_gradient` sets.
 
     Args:
-        source: logits from the GEMM, or kept scores: [M, C], [anything, C] with `rows`.
-        target: [M, C]; without `rows` it may be the memory of `source`, if their elements are of one size.
-        rows: the row of `source` of each row of `target`, or None.
+        source: logits from the GEMM, or kept scores: [M, C]; [anything, C] with `index`.
+        target: [M, C]; without `index` it may be the memory of `source`, if their elements are of one size.
+        index: the row of `source` of each row of `target`, or None.
         bias: [C], this tile's part, or None.
-        coefficients: of these M rows.
+        planes: [6, M] of the rows of `target`.
         scores: `source` holds kept scores.
         logit_scale: see `ScoreTransform`; so is softcap.
     """
-    count, columns = target.shape
+    rows, columns = target.shape
     if target.stride(0) % 16 == 0 and source.stride(0) % 16 == 0 and bias is None:
         columns = -(-columns // 16) * 16  # into the padding of the rows, so that loads and stores stay wide
     block = 4096
-    _gradient[(count, triton.cdiv(columns, block))](
-        source, target, bias, rows, coefficients.factor, coefficients.shift, coefficients.constant, coefficients.slope,
-        coefficients.base, source.stride(0), target.stride(0), columns, logit_scale, softcap or 1.0,
-        GATHER=rows is not None, SCORES=scores, BIAS=bias is not None, SOFTCAP=softcap is not None, BLOCK=block,
-        num_warps=8,
+    _gradient[(rows, triton.cdiv(columns, block))](
+        source, target, bias, index, planes, source.stride(0), target.stride(0), rows, columns, logit_scale,
+        softcap or 1.0, GATHER=index is not None, SCORES=scores, BIAS=bias is not None, SOFTCAP=softcap is not None,
+        BLOCK=block, num_warps=8,
     )  # fmt: skip
 
 
-def label_gradient(target: Tensor, labels: Tensor, first: int, at_label: Tensor) -> None:
+def label_gradient(target: Tensor, labels: Tensor, first: int, planes: Tensor) -> None:
     """Set the gradient at the labels that lie in the tile `target` [M, C], whose columns begin at `first`."""
     rows, columns = target.shape
     _label_gradient[(triton.cdiv(rows, 256),)](
-        target, labels, at_label, target.stride(0), first, rows, columns, ROWS=256, num_warps=4
+        target, labels, planes, target.stride(0), first, rows, columns, ROWS=256, num_warps=4
     )

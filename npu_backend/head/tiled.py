@@ -19,21 +19,21 @@ Letters: N rows, M rows that count, H hidden size, V vocabulary size, C columns 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
+from torch.autograd import profiler
 
 from npu_backend.head.chunked import _FirstOrderOnly
 from npu_backend.log import warn_once
 
-_OUT_OF_MEMORY = "a smaller logits_cache_gib, or 0, asks for less"
+_LESS_MEMORY = "a smaller logits_cache_gib, or 0, asks for less"
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _ALIGN = 256  # columns; a tile of the fused kernel, and wide enough for every load
 
 
@@ -50,7 +50,9 @@ class TilePlan:
         calculate_entropy: False returns None for it.
         cache_columns: of how many columns the scores are kept for backward.
         tile_bytes: bound on the memory of one tile.
-        compact: leave out rows that change nothing: one host synchronisation in each direction.
+        compact: leave out rows that change nothing, which takes a host synchronisation to find them.
+        may_ignore: False where it is known that no row is ignored.
+        consume: let the gradient take the place of the kept scores.
     """
 
     kernels: ModuleType
@@ -63,37 +65,42 @@ class TilePlan:
     cache_columns: int
     tile_bytes: int
     compact: bool
+    may_ignore: bool = True
+    consume: bool = True
+
+    @property
+    def transform(self) -> dict[str, float | None]:
+        """What kernels need to make scores of logits."""
+        return {"logit_scale": self.logit_scale, "softcap": self.softcap}
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """Of kept scores; as large as the compute dtype, since their gradient takes their place."""
-        return torch.float16 if self.compute_dtype.itemsize == 2 else self.compute_dtype
+        return kept_dtype(self.compute_dtype)
 
     def tiles(self, start: int, stop: int, rows: int, element_bytes: int) -> Iterator[slice]:
-        """Tiles of columns start..stop whose [rows, C] elements keep within `tile_bytes`."""
-        width = max(_ALIGN, self.tile_bytes // (max(rows, 1) * element_bytes) // _ALIGN * _ALIGN)
-        for first in range(start, stop, width):
+        """Tiles of columns start..stop, of about one width, whose [rows, C] elements keep within `tile_bytes`."""
+        largest = max(_ALIGN, self.tile_bytes // (max(rows, 1) * element_bytes) // _ALIGN * _ALIGN)
+        count = max(1, -(-(stop - start) // largest))
+        width = -(-(stop - start) // (count * _ALIGN)) * _ALIGN
+        for first in range(start, stop, max(width, 1)):
             yield slice(first, min(first + width, stop))
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """What backward needs to know of each row, [M] float32 each. With log2 p_j = v_j + shift, the gradient of logit j
-    is p_j (constant + slope log2 p_j), and `at_label` for the label's logit.
+class Found(NamedTuple):
+    """What forward computes; all of it is needed by backward.
 
     Attributes:
-        factor: from a capped logit to a score in units of log 2.
-        base: the label's score; v_j is relative to it.
-        shift: log2 of the label's probability.
-        constant, slope, at_label: see above; upstream gradients, temperature and logit scale are in them.
+        counting: indices of the rows that count, or None if all do.
+        log_probs: [M] float32; entropy: [M] float32: of the rows that count.
+        planes: [2, M]: factor and base, see the kernels.
+        cache: scores [M, cache_columns], or None.
     """
 
-    factor: Tensor
-    base: Tensor
-    shift: Tensor
-    constant: Tensor
-    slope: Tensor
-    at_label: Tensor
+    counting: Tensor | None
+    log_probs: Tensor
+    entropy: Tensor
+    planes: Tensor
+    cache: Tensor | None
 
 
 class TiledHead(torch.autograd.Function):
@@ -113,21 +120,12 @@ class TiledHead(torch.autograd.Function):
         plan: TilePlan,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        with _on(hidden), record_function("npu_backend.head.forward"):
-            rows = _indices(labels >= 0) if plan.compact else None
-            x = _counting_rows(hidden, labels, rows, plan)
-            counting_labels = _take(labels, rows)
-            factor = _factor(_take(temperatures, rows), x, plan)
-            w = weight.to(plan.compute_dtype)
-            base = plan.kernels.label_scores(x, w, bias, counting_labels, factor, plan.logit_scale, plan.softcap)
-            cache = _new_cache(x, plan)
-            partials = _statistics(x, w, bias, factor, base, cache, plan)
-            found = plan.kernels.finish(partials)
-            log_probs, entropy = (_spread(values, labels, rows) for values in found)
+        found = forward(hidden, weight, bias, labels, temperatures, plan)
         ctx.plan = plan
         ctx.cache_is_fresh = True
-        ctx.save_for_backward(hidden, weight, bias, labels, temperatures, rows, *found, base, cache)
-        return log_probs, entropy if plan.calculate_entropy else None
+        ctx.save_for_backward(hidden, weight, bias, labels, *found)
+        log_probs = _spread(found.log_probs, labels, found.counting)
+        return log_probs, _spread(found.entropy, labels, found.counting) if plan.calculate_entropy else None
 
     @staticmethod
     def backward(
@@ -135,99 +133,138 @@ class TiledHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         if grad_log_probs is None and grad_entropy is None:
             return None, None, None, None, None, None
-        hidden, weight, bias, *_ = ctx.saved_tensors
-        with torch.no_grad(), _on(hidden), record_function("npu_backend.head.backward"):
+        hidden, weight, bias, labels, *found = ctx.saved_tensors
+        upstream, wants = (grad_log_probs, grad_entropy), ctx.needs_input_grad[:3]
+        found = Found(*found) if ctx.cache_is_fresh else Found(*found)._replace(cache=None)
+        # Backward leaves the gradient where the scores were: another backward (retain_graph) has to recompute them.
+        ctx.cache_is_fresh = False
+        with torch.no_grad():
             try:
-                grads = _gradients(ctx, grad_log_probs, grad_entropy)
+                grads = backward(hidden, weight, bias, labels, found, upstream, wants, ctx.plan)
             except torch.OutOfMemoryError:
-                if not _give_up_cache(ctx):
+                if found.cache is None:
                     raise
-                grads = _gradients(ctx, grad_log_probs, grad_entropy)
+                warn_once("head.cache", f"PPO head: backward ran out of memory without kept scores ({_LESS_MEMORY})")
+                found.cache.untyped_storage().resize_(0)
+                found = found._replace(cache=None)
+                grads = backward(hidden, weight, bias, labels, found, upstream, wants, ctx.plan)
         if torch.is_grad_enabled():  # create_graph=True
-            upstream = [g for g in (grad_log_probs, grad_entropy) if g is not None]
-            grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *upstream)
+            given = [grad for grad in upstream if grad is not None]
+            grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *given)  # type: ignore[no-untyped-call]
         return (*grads, None, None, None)
 
 
+def forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperatures: Tensor | None, plan: TilePlan
+) -> Found:
+    """Log-probs and entropy of the rows that count, and what backward needs to know."""
+    with _on(hidden), _profiled("npu_backend.head.forward"):
+        index = _indices(labels >= 0) if plan.compact and plan.may_ignore else None
+        x = _counting_rows(hidden, labels, index, plan)
+        labels = _take(labels, index)
+        w = weight.to(plan.compute_dtype)
+        planes = plan.kernels.label_scores(
+            x, w, bias, labels, _take(temperatures, index), temperature=plan.temperature, **plan.transform
+        )
+        cache = _new_cache(x, plan)
+        log_probs, entropy = plan.kernels.finish(_statistics(x, w, bias, planes, cache, plan), labels)
+    return Found(index, log_probs, entropy, planes, cache)
+
+
 def _statistics(
-    x: Tensor, w: Tensor, bias: Tensor | None, factor: Tensor, base: Tensor, cache: Tensor | None, plan: TilePlan
+    x: Tensor, w: Tensor, bias: Tensor | None, planes: Tensor, cache: Tensor | None, plan: TilePlan
 ) -> Tensor:
     """The statistics of all columns in parts, [3, parts, M]; the scores of the first columns go to `cache`."""
     kept = 0 if cache is None else cache.shape[1]
     rows, vocab = x.shape[0], w.shape[0]
-    if rows == 0:
-        return torch.empty(3, 1, 0, dtype=torch.float32, device=x.device)
     if plan.fused is not None:
         spans = [slice(0, kept), slice(kept, vocab)] if 0 < kept < vocab else [slice(0, vocab)]
         counts = [plan.fused.parts(span.stop - span.start) for span in spans]
     else:
-        spans = list(plan.tiles(0, kept, rows, 4)) + list(plan.tiles(kept, vocab, rows, 4))
+        spans = [*plan.tiles(0, kept, rows, 4), *plan.tiles(kept, vocab, rows, 4)]
         counts = [1] * len(spans)
+        buffer = _new_tile(x, max(span.stop - span.start for span in spans), _product_dtype(x))
     partials = torch.empty(3, sum(counts), rows, dtype=torch.float32, device=x.device)
+    if rows == 0:
+        return partials
     first = 0
-    buffer = None
     for span, count in zip(spans, counts):
         part = partials[:, first : first + count]
         keep = cache[:, span] if span.start < kept and cache is not None else None
         if plan.fused is not None:
-            plan.fused.statistics(x, w[span], keep, factor, base, part, plan.logit_scale)
+            plan.fused.statistics(x, w[span], keep, planes, part, logit_scale=plan.logit_scale)
         else:
-            if buffer is None:
-                buffer = _new_tile(x, max(span.stop - span.start for span in spans), _product_dtype(x))
             logits = buffer[:, : span.stop - span.start]
             _multiply(logits, x, w[span].t())
-            plan.kernels.statistics(
-                logits, keep, None if bias is None else bias[span], factor, base, part, plan.logit_scale, plan.softcap
-            )
+            plan.kernels.statistics(logits, keep, _take(bias, span), planes, part, **plan.transform)
         first += count
     return partials
 
 
-def _gradients(
-    ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias, each in its own dtype, None for those that nobody asked for."""
-    hidden, weight, bias, labels, temperatures, rows, log_probs, entropy, base, cache = ctx.saved_tensors
-    plan: TilePlan = ctx.plan
-    wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    upstream = [_take(_upstream(grad, labels), rows) for grad in (grad_log_probs, grad_entropy)]
-    loud = _indices((upstream[0] != 0) | (upstream[1] != 0)) if plan.compact else None
-    if loud is not None:
-        upstream = [grad[loud] for grad in upstream]
-        log_probs, entropy, base = log_probs[loud], entropy[loud], base[loud]
-        rows = loud if rows is None else rows[loud]
-    x = _counting_rows(hidden, labels, rows, plan)
-    counting_labels = _take(labels, rows)
-    coefficients = _coefficients(
-        log_probs, entropy, base, _factor(_take(temperatures, rows), x, plan), upstream[0], upstream[1], plan
-    )
-    if x.shape[0] == 0:
-        return tuple(torch.zeros_like(t) if wants else None for t, wants in zip((hidden, weight, bias), ctx.needs_input_grad))
-    w = weight.to(plan.compute_dtype)
-    usable = cache if ctx.cache_is_fresh else None
-    grad_weight = torch.empty_like(weight) if wants_weight else None
-    grad_bias = torch.empty_like(bias) if wants_bias else None
+def backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    found: Found,
+    upstream: tuple[Tensor | None, Tensor | None],
+    wants: tuple[bool, bool, bool],
+    plan: TilePlan,
+) -> Gradients:
+    """Gradients of hidden, weight and bias, each in its own dtype, None for those that nobody wants.
+
+    Kept scores turn into their gradient in place where all rows take part.
+    """
+    index, all_labels = found.counting, labels
+    with _on(hidden), _profiled("npu_backend.head.backward"):
+        labels = _take(all_labels, index)
+        grads = [None if grad is None else _take(grad, index).float().contiguous() for grad in upstream]
+        planes, is_loud = plan.kernels.coefficients(
+            found.planes, labels, found.log_probs, found.entropy, *grads, **plan.transform
+        )
+        loud = _indices(is_loud) if plan.compact else None
+        if loud is not None:
+            planes, labels = planes.index_select(1, loud), labels[loud]
+            index = loud if index is None else index[loud]
+        x = _counting_rows(hidden, all_labels, index, plan)
+        if x.shape[0] == 0:
+            return _zeros(hidden, wants[0]), _zeros(weight, wants[1]), _zeros(bias, wants[2])
+        w = weight.to(plan.compute_dtype)
+        tiles = _gradient_tiles(x, w, bias, labels, planes, found.cache, loud, plan)
+        grad_x, grad_weight, grad_bias = _products(tiles, x, weight, w, bias, wants)
+        if grad_x is not None:
+            grad_x = grad_x.to(hidden.dtype)
+            if index is not None:
+                grad_x = torch.zeros_like(hidden).index_copy_(0, index, grad_x)
+    return grad_x, grad_weight, grad_bias
+
+
+def _products(
+    tiles: Iterator[tuple[slice, Tensor]],
+    x: Tensor,
+    weight: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    wants: tuple[bool, bool, bool],
+) -> Gradients:
+    """Gradients of x [M, H], weight and bias from those of the logits. x's is float32 if it is a sum over tiles."""
+    wants_x, wants_weight, wants_bias = wants
     grad_x: Tensor | None = None
-    for span, grad_logits in _gradient_tiles(x, w, bias, counting_labels, coefficients, usable, loud, plan):
-        if loud is None and span.start == 0 and usable is not None:
-            ctx.cache_is_fresh = False  # its memory holds the gradient now; another backward has to recompute
-        with record_function("npu_backend.head.backward.products"):
+    grad_weight = torch.empty_like(weight) if wants_weight else None
+    grad_bias = torch.empty_like(bias) if bias is not None and wants_bias else None
+    for span, grad_logits in tiles:
+        with _profiled("npu_backend.head.backward.products"):
+            if wants_x and grad_x is None:
+                grad_x = torch.empty_like(x, dtype=x.dtype if span.stop == w.shape[0] else torch.float32)
+                _multiply(grad_x, grad_logits, w[span])
+            elif grad_x is not None:
+                _multiply(grad_x, grad_logits, w[span], add=True)
             if grad_weight is not None:
                 _multiply(grad_weight[span], grad_logits.t(), x)
             if grad_bias is not None:
                 grad_bias[span] = grad_logits.sum(dim=0, dtype=torch.float32).to(grad_bias.dtype)
-            if wants_hidden and grad_x is None:
-                only_tile = span.stop == w.shape[0]
-                grad_x = torch.empty_like(x, dtype=x.dtype if only_tile else torch.float32)
-                _multiply(grad_x, grad_logits, w[span])
-            elif grad_x is not None:
-                _multiply(grad_x, grad_logits, w[span], add=True)
         del grad_logits
-    grad_hidden = None
-    if grad_x is not None:
-        grad_x = grad_x.to(hidden.dtype)
-        grad_hidden = grad_x if rows is None else torch.zeros_like(hidden).index_copy_(0, rows, grad_x)
-    return grad_hidden, grad_weight, grad_bias
+    return grad_x, grad_weight, grad_bias
 
 
 def _gradient_tiles(
@@ -235,7 +272,7 @@ def _gradient_tiles(
     w: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    coefficients: Coefficients,
+    planes: Tensor,
     cache: Tensor | None,
     loud: Tensor | None,
     plan: TilePlan,
@@ -243,61 +280,36 @@ def _gradient_tiles(
     """The gradient of the logits, tile by tile: the columns, and [M, C] in the compute dtype, valid until the next."""
     rows, vocab = x.shape[0], w.shape[0]
     kept = 0 if cache is None else cache.shape[1]
-    options = {"logit_scale": plan.logit_scale, "softcap": plan.softcap}
-    if cache is not None and loud is None:
+    start = 0
+    if cache is not None and loud is None and plan.consume:
         target = cache.view(plan.compute_dtype)
-        with record_function("npu_backend.head.backward.scores"):
-            plan.kernels.gradient(cache, target, None, None, coefficients, scores=True, **options)
-            plan.kernels.label_gradient(target, labels, 0, coefficients.at_label)
+        with _profiled("npu_backend.head.backward.scores"):
+            plan.kernels.gradient(cache, target, None, None, planes, scores=True, **plan.transform)
+            plan.kernels.label_gradient(target, labels, 0, planes)
         yield slice(0, kept), target
         start = kept
-    else:
-        start = 0
     if start == vocab:
         return
-    product_bytes = 0 if plan.fused is not None else 4
-    element_bytes = x.element_size() + product_bytes
-    spans = list(plan.tiles(start, kept, rows, element_bytes)) + list(plan.tiles(kept, vocab, rows, element_bytes))
+    element_bytes = x.element_size() + (0 if plan.fused is not None else 4)
+    spans = [*plan.tiles(start, kept, rows, element_bytes), *plan.tiles(kept, vocab, rows, element_bytes)]
     width = max(span.stop - span.start for span in spans)
     buffer = _new_tile(x, width, x.dtype)
     product = _new_tile(x, width, _product_dtype(x)) if plan.fused is None and kept < vocab else None
     for span in spans:
         target = buffer[:, : span.stop - span.start]
-        with record_function("npu_backend.head.backward.scores"):
+        with _profiled("npu_backend.head.backward.scores"):
             if cache is not None and span.start < kept:
-                plan.kernels.gradient(cache[:, span], target, loud, None, coefficients, scores=True, **options)
+                plan.kernels.gradient(cache[:, span], target, loud, None, planes, scores=True, **plan.transform)
             elif plan.fused is not None:
-                plan.fused.gradient(x, w[span], target, coefficients, plan.logit_scale)
+                plan.fused.gradient(x, w[span], target, planes, logit_scale=plan.logit_scale)
             else:
                 assert product is not None
                 logits = product[:, : span.stop - span.start]
                 _multiply(logits, x, w[span].t())
-                part = None if bias is None else bias[span]
-                plan.kernels.gradient(logits, target, None, part, coefficients, scores=False, **options)
-            plan.kernels.label_gradient(target, labels, span.start, coefficients.at_label)
+                part = _take(bias, span)
+                plan.kernels.gradient(logits, target, None, part, planes, scores=False, **plan.transform)
+            plan.kernels.label_gradient(target, labels, span.start, planes)
         yield span, target
-
-
-def _coefficients(
-    log_probs: Tensor, entropy: Tensor, base: Tensor, factor: Tensor, g: Tensor, h: Tensor, plan: TilePlan
-) -> Coefficients:
-    """d log p_y / d z_j = [j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy), by the chain rule down to logits.
-
-    At the label 1 - p is taken as -expm1(log p): the difference of two numbers near 1 would lose what matters for a
-    confident policy.
-    """
-    per_logit = factor * (math.log(2.0) * plan.logit_scale)
-    at_label = per_logit * (g * -log_probs.expm1() - h * log_probs.exp() * (log_probs + entropy))
-    if plan.softcap is not None:
-        at_label = at_label * (1.0 - (base / (factor * plan.softcap)).square())
-    return Coefficients(
-        factor=factor,
-        base=base,
-        shift=log_probs * math.log2(math.e),
-        constant=-per_logit * (g + h * entropy),
-        slope=-per_logit * h * math.log(2.0),
-        at_label=at_label,
-    )
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
@@ -311,10 +323,9 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
             torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, out=out)
         else:
             torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
-    elif add:
-        out.add_(torch.mm(a, b))
-    else:
-        out.copy_(torch.mm(a, b))
+    else:  # an older torch, or Triton's interpreter on the CPU
+        product = torch.mm(a, b) if a.is_cuda else torch.mm(a.float(), b.float())
+        out.add_(product) if add else out.copy_(product)
 
 
 def _new_cache(x: Tensor, plan: TilePlan) -> Tensor | None:
@@ -324,53 +335,45 @@ def _new_cache(x: Tensor, plan: TilePlan) -> Tensor | None:
     try:
         return _new_tile(x, plan.cache_columns, plan.kept_dtype)
     except torch.OutOfMemoryError:
-        warn_once("head.cache", f"PPO head: no memory to keep scores for backward; it recomputes them ({_OUT_OF_MEMORY})")
+        warn_once("head.cache", f"PPO head: no memory for kept scores; backward recomputes them ({_LESS_MEMORY})")
         return None
-
-
-def _give_up_cache(ctx: Any) -> bool:
-    """Free the kept scores, after which backward recomputes them. False if there are none to free."""
-    cache = ctx.saved_tensors[-1]
-    if cache is None or cache.untyped_storage().nbytes() == 0:
-        return False
-    ctx.cache_is_fresh = False
-    cache.untyped_storage().resize_(0)
-    warn_once("head.cache", f"PPO head: backward ran out of memory and gave up the kept scores ({_OUT_OF_MEMORY})")
-    return True
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
     """Of the logits that a library GEMM writes: float32 wherever it can, whatever it multiplies."""
-    return torch.float32 if x.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out") else x.dtype
+    return torch.float32 if not x.is_cuda or hasattr(torch.ops.aten.mm, "dtype_out") else x.dtype
+
+
+def kept_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """Of kept scores: as large as the compute dtype, since their gradient takes their place."""
+    return torch.float16 if compute_dtype.itemsize == 2 else compute_dtype
+
+
+def padded_columns(columns: int) -> int:
+    """The row stride of a tile: rows begin at multiples of `_ALIGN` elements."""
+    return -(-columns // _ALIGN) * _ALIGN
 
 
 def _new_tile(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised [M, columns] whose rows begin at multiples of `_ALIGN` elements."""
-    width = -(-columns // _ALIGN) * _ALIGN
-    return torch.empty(x.shape[0], width, dtype=dtype, device=x.device)[:, :columns]
+    """An uninitialised [M, columns]."""
+    return torch.empty(x.shape[0], padded_columns(columns), dtype=dtype, device=x.device)[:, :columns]
 
 
-def _counting_rows(hidden: Tensor, labels: Tensor, rows: Tensor | None, plan: TilePlan) -> Tensor:
-    """The hidden states [M, H] that count, in the compute dtype. Where ignored rows are not left out they are read as
-    zeros: whatever padding tokens hold (NaN included) reaches nothing."""
-    if rows is not None:
-        hidden = hidden.index_select(0, rows)
-    elif not plan.compact:
+def whole_tile(tile: Tensor) -> Tensor:
+    """What `_new_tile` took a view of."""
+    return tile.as_strided((tile.shape[0], tile.stride(0)), tile.stride())
+
+
+def _counting_rows(hidden: Tensor, labels: Tensor, index: Tensor | None, plan: TilePlan) -> Tensor:
+    """The hidden states [M, H] that count, in the compute dtype.
+
+    Where ignored rows are not left out they are read as zeros: what padding tokens hold, NaN included, reaches nothing.
+    """
+    if index is not None:
+        hidden = hidden.index_select(0, index)
+    elif plan.may_ignore and not plan.compact:
         hidden = hidden.masked_fill((labels < 0)[:, None], 0.0)
     return hidden.to(plan.compute_dtype).contiguous()
-
-
-def _factor(temperatures: Tensor | None, x: Tensor, plan: TilePlan) -> Tensor:
-    if temperatures is None:
-        return torch.full((x.shape[0],), math.log2(math.e) / plan.temperature, dtype=torch.float32, device=x.device)
-    return math.log2(math.e) / temperatures.float()
-
-
-def _upstream(grad: Tensor | None, labels: Tensor) -> Tensor:
-    """An upstream gradient (it may be strided or expanded, or None): float32, contiguous, zero where ignored."""
-    if grad is None:
-        return torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
-    return grad.float().masked_fill(labels < 0, 0.0).contiguous()
 
 
 def _indices(counts: Tensor) -> Tensor | None:
@@ -379,15 +382,24 @@ def _indices(counts: Tensor) -> Tensor | None:
     return None if indices.numel() == counts.numel() else indices
 
 
-def _take(values: Tensor | None, rows: Tensor | None) -> Any:
-    return values if values is None or rows is None else values[rows]
+def _take(values: Tensor | None, at: Tensor | slice | None) -> Any:
+    return values if values is None or at is None else values[at]
 
 
-def _spread(values: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
+def _zeros(like: Tensor | None, wanted: bool) -> Tensor | None:
+    return torch.zeros_like(like) if like is not None and wanted else None
+
+
+def _spread(values: Tensor, labels: Tensor, index: Tensor | None) -> Tensor:
     """Values of the rows that count, back in the places of all rows; zero elsewhere."""
-    if rows is not None:
-        return torch.zeros(labels.shape, dtype=values.dtype, device=values.device).index_copy_(0, rows, values)
-    return values.masked_fill(labels < 0, 0.0)
+    if index is None:
+        return values
+    return torch.zeros(labels.shape, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
+
+
+def _profiled(name: str) -> AbstractContextManager[Any]:
+    """A range for the profiler, where one is at work: its entry would cost more than many a kernel's launch."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from npu_backend.head.inputs import HeadInputs
-from npu_backend.head.tiled import TiledHead, TilePlan
+from npu_backend.head.tiled import TiledHead, TilePlan, padded_columns
 from npu_backend.log import info_rank0
 
 TILE_BYTES = 448 * 2**20
@@ -30,7 +30,7 @@ _reported: set[str] = set()
 
 @contextmanager
 def row_compaction(enabled: bool) -> Iterator[None]:
-    """Whether rows that change nothing are left out (they are by default). Without it a call never waits for the device.
+    """Whether rows that change nothing are left out (they are by default). Without it nothing waits for the device.
 
     A CUDA graph being captured does without it in any case.
     """
@@ -41,6 +41,7 @@ def row_compaction(enabled: bool) -> Iterator[None]:
         _compaction.reset(token)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
     """None if the kernels can run on `device` and compute in `dtype`, else the reason."""
     if device.type != "cuda":
@@ -70,22 +71,41 @@ def log_prob_and_entropy(
         calculate_entropy: False returns None for it.
         cache_bytes: of scores that may be kept for backward; None for `auto`, 0 where no backward can follow.
     """
+    if torch.compiler.is_compiling():
+        from npu_backend.head.compiled import tiled_head
+
+        log_probs, entropy, *_ = tiled_head(
+            given.hidden,
+            given.weight,
+            given.bias,
+            given.labels,
+            given.temperatures,
+            given.logit_scale,
+            given.softcap,
+            given.temperature,
+            dtype,
+            _cache_columns(given, dtype, cache_bytes or 0),
+        )
+        return log_probs, entropy if calculate_entropy else None
     from npu_backend.head import rows_cuda
 
     capturing = given.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     if cache_bytes is None:
         cache_bytes = 0 if capturing else _free_share(given, dtype)
+    columns = _cache_columns(given, dtype, cache_bytes)
+    _report(f"PPO head: keeps the scores of {columns} of {given.weight.shape[0]} vocabulary entries for backward")
     plan = TilePlan(
         kernels=rows_cuda,
-        fused=_fused(given, dtype),
+        fused=fused_kernels(given.weight, given.bias, dtype, given.logit_scale, given.softcap),
         compute_dtype=dtype,
         logit_scale=given.logit_scale,
         softcap=given.softcap,
         temperature=given.temperature,
         calculate_entropy=calculate_entropy,
-        cache_columns=_cache_columns(given, dtype, cache_bytes),
+        cache_columns=columns,
         tile_bytes=TILE_BYTES,
         compact=_compaction.get() and not capturing,
+        may_ignore=given.may_ignore,
     )
     outputs: tuple[Tensor, Tensor | None] = TiledHead.apply(  # type: ignore[no-untyped-call]
         given.hidden, given.weight, given.bias, given.labels, given.temperatures, plan
@@ -94,31 +114,35 @@ def log_prob_and_entropy(
 
 
 def _cache_columns(given: HeadInputs, dtype: torch.dtype, cache_bytes: int) -> int:
+    """Of how many vocabulary entries the scores fit into that many bytes: all, or whole tiles."""
     vocab = given.weight.shape[0]
     column_bytes = max(given.labels.numel(), 1) * dtype.itemsize
-    padded = -(-vocab // _COLUMN_ALIGN) * _COLUMN_ALIGN
-    columns = vocab if cache_bytes >= padded * column_bytes else cache_bytes // column_bytes // _COLUMN_ALIGN * _COLUMN_ALIGN
-    _report(f"PPO head: keeps the scores of {columns} of {vocab} vocabulary entries for backward")
-    return columns
+    if cache_bytes >= padded_columns(vocab) * column_bytes:
+        return vocab
+    return cache_bytes // column_bytes // _COLUMN_ALIGN * _COLUMN_ALIGN
 
 
 def _free_share(given: HeadInputs, dtype: torch.dtype) -> int:
     """Bytes that `auto` may keep: half of what the allocator can still give, less what backward itself will take."""
     device = given.hidden.device
     free, _ = torch.cuda.mem_get_info(device)
-    memory = torch.cuda.memory_stats(device)
-    unused = memory["reserved_bytes.all.current"] - memory["allocated_bytes.all.current"]
-    fragments = memory["inactive_split_bytes.all.current"]  # cannot be given back, and need not be in one piece
+    memory = torch.cuda.memory_stats_as_nested_dict(device)
+    reserved, allocated, fragments = (
+        memory[key]["all"]["current"] for key in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
+    )
+    unused = reserved - allocated - fragments  # a fragment cannot be given back, and need not be in one piece
     rows, width = given.hidden.shape
     backward = given.weight.numel() * given.weight.element_size() + rows * width * (4 + given.hidden.element_size())
     if dtype != given.weight.dtype:
         backward += given.weight.numel() * dtype.itemsize
-    return max(0, int(_CACHE_SHARE * (free + unused - fragments - backward - TILE_BYTES)))
+    return max(0, int(_CACHE_SHARE * (free + unused - backward - TILE_BYTES)))
 
 
-def _fused(given: HeadInputs, dtype: torch.dtype) -> ModuleType | None:
+def fused_kernels(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, logit_scale: float, softcap: float | None
+) -> ModuleType | None:
     """The fused Hopper kernels if they can take these inputs; without them the same is done by two kernels."""
-    if not given.hidden.is_cuda or torch.cuda.get_device_capability(given.hidden.device) != (9, 0):
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) != (9, 0):
         return None
     import triton
 
@@ -127,7 +151,7 @@ def _fused(given: HeadInputs, dtype: torch.dtype) -> ModuleType | None:
         return None
     from npu_backend.head import gemm_stats_cuda
 
-    reason = gemm_stats_cuda.unusable_reason(given, dtype)
+    reason = gemm_stats_cuda.unusable_reason(weight, bias, dtype, logit_scale, softcap)
     if reason is not None:
         _report(f"PPO head: a library GEMM instead of the fused Hopper kernels: {reason}")
         return None
