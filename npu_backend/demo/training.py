@@ -157,10 +157,8 @@ def _print(facts: dict[str, Any], screen: Screen) -> None:
         ", ".join(f"{op} {n}" for op, n in sorted(facts[name].items())) for name in ("operator_calls", "fallbacks")
     )
     made, fallbacks = (text or "none" for text in counts)
-    screen.say(
-        f"{facts['answers_per_step']} answers of up to {facts['tokens_per_answer']} tokens a step; the best one of"
-    )
-    screen.say(f"the last step: {facts['steps'][-1]['best_answer']!r}")
+    screen.say(f"{facts['answers_per_step']} answers of up to {facts['tokens_per_answer']} tokens a step")
+    screen.say(f"the best one of the last step: {facts['steps'][-1]['best_answer']!r}")
     screen.say(f"weights changed by {facts['weight_change']:.1e} of their length")
     screen.say(f"operator calls while training: {made}; fallbacks: {fallbacks}")
 
