@@ -7,6 +7,7 @@ with all the data gets; a lost or doubled reduction is of order 1. bfloat16: the
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -48,6 +49,8 @@ def scenarios() -> Iterator[tuple[str, float]]:
         yield f"fsdp2 tied, {name}", _model("qwen2_tied", meshes[name], _fsdp2)
     yield "fsdp2 with bias", _model("phi", grid["shard"], _fsdp2)
     yield "fsdp2 bfloat16", _model("qwen2", grid["shard"], _fsdp2_mixed, torch.bfloat16)
+    if importlib.util.find_spec("peft"):
+        yield "fsdp2 modules_to_save", _model("qwen2", grid["shard"], _fsdp2, prepare=_with_lora)
     for family, original in itertools.product(("qwen2", "qwen2_tied"), (True, False)):
         wrap = _fsdp1_original if original else _fsdp1_flat
         yield f"fsdp1 {family} use_orig_params={original}", _model(family, grid["shard"], wrap)
@@ -191,15 +194,33 @@ def _fsdp1_head(model: Any, mesh: DeviceMesh) -> Any:
     return _fsdp1(model, mesh, {*model.model.layers, model.lm_head}, use_orig_params=True)
 
 
+def _with_lora(model: Any) -> None:
+    """LoRA in the layers and a trained copy of the head beside the frozen original, in place."""
+    import peft
+
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.3)  # the same on every rank: `build` has set the seed
+
+
 def _full_logits_loss(model: Any, ids: Tensor) -> Tensor:
     log_p = (model(input_ids=ids).logits.float() / TEMPERATURE).log_softmax(-1)
     of_label = log_p.gather(-1, ids.roll(-1, -1)[..., None])[..., 0]
     return (of_label - 0.1 * (log_p.exp() * log_p).sum(-1)).mean()
 
 
-def _model(family: str, mesh: DeviceMesh, wrap: Callable[..., Any], dtype: torch.dtype = torch.float32) -> float:
+def _model(
+    family: str,
+    mesh: DeviceMesh,
+    wrap: Callable[..., Any],
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Any], None] = lambda _: None,
+) -> float:
     """Two steps that accumulate, the first without a reduction."""
     model = tiny_models.build(family)
+    prepare(model)
     whole, eager = copy.deepcopy(model), copy.deepcopy(model).to(dtype)
     npu_backend.patch_forward_with_backends(model, use_fused_kernels=True)
     ranks = mesh.mesh.flatten().tolist()
@@ -208,7 +229,7 @@ def _model(family: str, mesh: DeviceMesh, wrap: Callable[..., Any], dtype: torch
     for ids in batches:
         _full_logits_loss(whole, ids).backward()
         _full_logits_loss(eager, ids).backward()
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     wrapped = wrap(model, mesh)
     for step, ids in enumerate(batches):
         is_fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
@@ -225,7 +246,7 @@ def _model(family: str, mesh: DeviceMesh, wrap: Callable[..., Any], dtype: torch
 
 def _gradients(wrapped: Any) -> dict[str, Tensor]:
     if not isinstance(wrapped, FullyShardedDataParallel):
-        return {name: p.grad.full_tensor() for name, p in wrapped.named_parameters()}
+        return {name: p.grad.full_tensor() for name, p in wrapped.named_parameters() if p.requires_grad}
     with torch.no_grad():  # put the gradients where the parameters are: those can be gathered, flat or not
         for parameter in wrapped.parameters():
             if parameter.numel():
