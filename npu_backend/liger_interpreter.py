@@ -1,8 +1,10 @@
-"""Liger's Ascend kernels on the CPU: their Python source, run by Triton's interpreter. Never imported by default.
+"""Liger's Ascend kernels on a host without an Ascend: their Python source in Triton's interpreter. Never imported by
+default.
 
 A stand-in for the correctness of code paths only (which operator runs where, its arithmetic, its gradients, how patches
 are applied and taken back), for the demo and the tests on a host without an NPU. It shows nothing about speed, memory,
-or what the vendor's compiler does with these kernels, and no tensor is on an NPU: they are plain CPU tensors.
+or what the vendor's compiler does with these kernels. Tensors are on the CPU, or on a virtual NPU, whose memory is the
+CPU's: there `apply_npu_fsdp_patches` takes Liger as it would on a device, once this is active.
 
 `activate()` must come before anything imports triton. It tells Liger (nobody else) that there is an NPU, gives it a
 chip's core count and buffer size, and repairs what upstream Triton's interpreter does differently from a compiled

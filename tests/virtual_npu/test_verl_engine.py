@@ -105,6 +105,17 @@ def test_tied_embeddings(run):
     assert close(run(strategy="fsdp2", tied=True), stock(run, strategy="fsdp", tied=True))
 
 
+def test_liger_in_the_interpreter(run):
+    """verl applies Liger a second time, to the instance, after our hook."""
+    result = run(strategy="fsdp", use_liger=True, steps=1)
+    reference = stock(run, strategy="fsdp")
+    assert flat(result["before"]) == pytest.approx(flat(reference["before"]), abs=1e-5, rel=1e-5)
+    assert result["steps"][0] == pytest.approx(reference["steps"][0], abs=1e-5, rel=1e-5)
+    assert result["status"]["patch_set"] == "liger"
+    applied = {row["op"] for row in result["status"]["rows"] if row["state"] == "applied"}
+    assert {"rms_norm", "gated_mlp", "rotary"} <= applied
+
+
 def test_a_mistyped_backend_stops_the_run_when_the_engine_is_built(run):
     with pytest.raises(AssertionError, match=r"impl_backend='tritn' is not one of torch, triton, liger, auto"):
         run(strategy="fsdp", impl_backend="tritn", steps=1)

@@ -23,6 +23,11 @@ if settings.get("plugin", True):
 else:
     os.environ["NPU_BACKEND_DISABLE"] = "1"  # the entry point may be installed
 
+if settings.get("use_liger"):
+    from npu_backend import liger_interpreter
+
+    liger_interpreter.activate()  # no triton-ascend here: Liger's Ascend sources run in Triton's interpreter
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
