@@ -19,12 +19,15 @@ from npu_backend.errors import BackendUnavailableError
 
 _SOURCES = Path(__file__).parent / "native"
 _RUNTIME = "ascendcl"  # the library with the functions; it comes first, the others depend on it
-_RUNTIME_SOURCES = ("device.c", "memory.c", "stream.c", "unimplemented.c")
-# Libraries that only have to exist: torch_npu finds what it looks for in them through their dependency on the runtime.
-_EMPTY = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi", "nnopbase")
-LIBRARIES = (_RUNTIME, "hccl", *_EMPTY)
+_SOURCES_OF = {
+    _RUNTIME: ("aclop.c", "device.c", "memory.c", "stream.c", "unimplemented.c"),
+    "hccl": ("hccl.c", "hccl_group.c", "hccl_p2p.c", "hccl_reduce.c"),
+}
+# Libraries that only have to exist: torch_npu finds what it looks for in them through their dependency on those above.
+_EMPTY = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi", "nnopbase", "hcomm")
+LIBRARIES = (*_SOURCES_OF, *_EMPTY)
 _FOLDERS = ("runtime", "compiler", "opp")
-_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=gnu11", "-O3", "-fwrapv", "-fPIC", "-shared", "-pthread")
 
 
 def cache_folder() -> Path:
@@ -75,10 +78,8 @@ def _build(folder: Path) -> None:
     try:
         for name in ("lib", *_FOLDERS):
             (draft / name).mkdir()
-        _compile(compiler, draft / "lib", _RUNTIME, [_SOURCES / name for name in _RUNTIME_SOURCES])
-        _compile(compiler, draft / "lib", "hccl", [_SOURCES / "hccl.c"])
-        for name in _EMPTY:
-            _compile(compiler, draft / "lib", name, [])
+        for name in LIBRARIES:
+            _compile(compiler, draft / "lib", name, [_SOURCES / source for source in _SOURCES_OF.get(name, ())])
         draft.chmod(0o755)
         try:
             draft.rename(folder)
@@ -93,7 +94,8 @@ def _compile(compiler: str, folder: Path, name: str, sources: list[Path]) -> Non
     file = f"lib{name}.so"
     command = [compiler, *_FLAGS, "-o", str(folder / file), f"-Wl,-soname,{file}", *map(str, sources)]
     if name != _RUNTIME:
-        command += ["-x", "c", os.devnull, "-Wl,--no-as-needed", f"-L{folder}", f"-l{_RUNTIME}", "-Wl,-rpath,$ORIGIN"]
+        needed = [f"-l{other}" for other in _SOURCES_OF if (folder / f"lib{other}.so").exists()]
+        command += ["-x", "c", os.devnull, "-Wl,--no-as-needed", f"-L{folder}", *needed, "-Wl,-rpath,$ORIGIN"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BackendUnavailableError(

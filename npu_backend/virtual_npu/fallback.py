@@ -118,11 +118,12 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
             _check_one_device(label, device, args, kwargs)
         cpu_args = [to_cpu(value) for value in args]
         cpu_kwargs = {name: to_cpu(value) for name, value in kwargs.items()}
-        outs = []
+        outs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index in resizable:
             place: Any = (cpu_args, index) if index < len(args) else (cpu_kwargs, names[index])
-            own = place[0][place[1]] = place[0][place[1]].clone()
-            outs.append((args[index] if index < len(args) else kwargs[names[index]], own))
+            targets = args[index] if index < len(args) else kwargs[names[index]]
+            own = place[0][place[1]] = _own_memory(place[0][place[1]])
+            outs.extend([(targets, own)] if isinstance(own, torch.Tensor) else zip(targets, own))
         with torch._C._AutoDispatchBelowAutograd():
             if not draws:
                 result = op(*cpu_args, **cpu_kwargs)
@@ -132,13 +133,18 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
             else:
                 with random.seeded(random.next_seed(device)):
                     result = op(*cpu_args, **cpu_kwargs)
-            for out, own in outs:
-                if out.shape != own.shape:
-                    out.resize_(own.shape)
-                fill(out, own)
+            for out, values in outs:
+                if out.shape != values.shape:
+                    out.resize_(values.shape)
+                fill(out, values)
             return _results(result, written, names, args, kwargs, device)
 
     return kernel
+
+
+def _own_memory(out: Any) -> Any:
+    """An `out=` operand, or a list of them, in memory that the CPU's kernel may resize."""
+    return out.clone() if isinstance(out, torch.Tensor) else [tensor.clone() for tensor in out]
 
 
 def _check_one_device(label: str, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -89,9 +89,9 @@ aclError aclrtMallocHost(void **pointer, size_t size) { return add(pointer, size
 aclError aclrtMallocHostWithCfg(void **pointer, uint64_t size, aclrtMallocConfig *config) { return add(pointer, size, HOST); }
 aclError aclrtFreeHost(void *pointer) { return release(pointer); }
 
+/* torch_npu may ask for a device's properties before it has set one in this thread: all have the same size. */
 aclError aclrtGetMemInfo(aclrtMemAttr kind, size_t *available, size_t *total) {
-    int device = vnpu_current_device();
-    if (device < 0) return vnpu_error(VNPU_NO_CONTEXT, "memory was asked about before a device was set");
+    int device = vnpu_current_device() < 0 ? 0 : vnpu_current_device();
     pthread_mutex_lock(&lock);
     *total = vnpu_device_memory();
     *available = *total - used[device];

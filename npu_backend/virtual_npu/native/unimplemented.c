@@ -8,34 +8,6 @@
 
 #define FAILS(name) \
     aclError name(void) { return vnpu_unimplemented(#name); }
-#define FAILS_WITH_NULL(name) \
-    void *name(void) { return vnpu_unimplemented(#name), (void *)0; }
-
-/* Kernels of the old operator interface (aclop) and their tensor descriptions. */
-FAILS(aclopCompileAndExecute)
-FAILS_WITH_NULL(aclopCreateAttr)
-FAILS(aclopDestroyAttr)
-FAILS(aclopSetAttrBool)
-FAILS(aclopSetAttrDataType)
-FAILS(aclopSetAttrFloat)
-FAILS(aclopSetAttrInt)
-FAILS(aclopSetAttrListBool)
-FAILS(aclopSetAttrListFloat)
-FAILS(aclopSetAttrListInt)
-FAILS(aclopSetAttrListListInt)
-FAILS(aclopSetAttrString)
-FAILS_WITH_NULL(aclCreateDataBuffer)
-FAILS(aclDestroyDataBuffer)
-FAILS_WITH_NULL(aclCreateTensorDesc)
-FAILS(aclDestroyTensorDesc)
-FAILS(aclGetTensorDescDimV2)
-FAILS(aclGetTensorDescFormat)
-FAILS(aclGetTensorDescNumDims)
-FAILS(aclGetTensorDescType)
-FAILS(aclSetTensorDescName)
-FAILS(aclSetTensorFormat)
-FAILS(aclSetTensorPlaceMent)
-FAILS(aclSetTensorShape)
 
 /* Device binaries: there is no device that could run one. */
 FAILS(aclrtBinaryGetFunction)
