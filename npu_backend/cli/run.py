@@ -16,15 +16,19 @@ import sys
 
 from npu_backend import soc as socs
 from npu_backend.errors import ConfigError
-from npu_backend.virtual_npu import LABEL, launch
+from npu_backend.virtual_npu import LABEL, counting, launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `npu-backend run`."""
     parser.add_argument("--virtual-npu", nargs="?", const="1", metavar="N", help="how many virtual devices (default 1)")
     parser.add_argument("--soc", default=socs.DEFAULT, help=f"the chip they say they are: {', '.join(socs.SOCS)}")
+    parser.add_argument(
+        "--memory", default=launch.DEFAULT_MEMORY, metavar="SIZE", help="what each device has, e.g. 32GiB"
+    )
+    parser.add_argument("--count", action="store_true", help="at the end: calls and bytes per operator, peak memory")
     parser.add_argument("--force", action="store_true", help="also on a host with a real Ascend driver")
-    parser.add_argument("--json", action="store_true", help="announce the devices on stderr as JSON")
+    parser.add_argument("--json", action="store_true", help="announce the devices, and count, on stderr as JSON")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what to run")
 
 
@@ -39,9 +43,11 @@ def run(args: argparse.Namespace) -> int:
     devices = _devices(args.virtual_npu)
     if not command:
         raise ConfigError("no command; write it after `--`: npu-backend run --virtual-npu -- python train.py")
-    variables = launch.environment(devices, args.soc, force=args.force)
+    variables = launch.environment(devices, args.soc, memory=args.memory, force=args.force)
+    if args.count:
+        variables[counting.VARIABLE] = "json" if args.json else "table"
     launch.prepare(force=args.force)
-    facts = {"devices": devices, "soc": args.soc, "backend": LABEL}
+    facts = {"devices": devices, "soc": args.soc, "memory": args.memory, "backend": LABEL}
     line = json.dumps(facts) if args.json else f"npu-backend run: {devices} x {args.soc}, {LABEL}"
     print(line, file=sys.stderr, flush=True)
     try:

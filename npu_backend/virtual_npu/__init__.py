@@ -14,6 +14,7 @@ speed.
     memory.py       a CPU tensor on the memory of a device tensor, and back
     fallback.py     every aten operator, by one boxed function;  special.py: the few that need their own
     references/     CPU references of npu:: operators;  registry.py: the table they are in, and how to add one
+    counting.py     what `npu-backend run --count` prints
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from npu_backend.virtual_npu import random, registry
+from npu_backend.virtual_npu import counting, random, registry
 from npu_backend.virtual_npu.memory import alias, fill, to_device
 
 Kernel = Callable[..., Any]
@@ -58,6 +58,8 @@ def install() -> None:
         for name, kernel in special.KERNELS.items():
             implement(name, _counted(name, kernel))
         registry.on_register(_implement_reference)
+    if counting.is_wanted():
+        counting.report_at_exit()
 
 
 def implement(name: str, kernel: Kernel, key: str = "PrivateUse1") -> None:
@@ -66,7 +68,7 @@ def implement(name: str, kernel: Kernel, key: str = "PrivateUse1") -> None:
     if _overload(name) is None:
         return
     library = torch.library.Library(namespace, "IMPL", key)
-    library.impl(operator, kernel, allow_override=True)
+    library.impl(operator, counting.measured(name, kernel) if counting.is_wanted() else kernel, allow_override=True)
     _libraries.append(library)  # the kernel lives as long as the library does
 
 

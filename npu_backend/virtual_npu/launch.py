@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +26,10 @@ from npu_backend.virtual_npu import build, wheel
 
 LABEL = "virtual NPU (arithmetic by the CPU)"
 MAX_DEVICES = 64  # VNPU_MAX_DEVICES of native/cann.h
+DEFAULT_MEMORY = "64GiB"  # per device, as an Ascend910B has
 
 _SITE = str(Path(__file__).parent / "site")
-_active: tuple[int, str] | None = None
+_active: tuple[int, str, str] | None = None
 
 
 def is_active() -> bool:
@@ -35,7 +37,9 @@ def is_active() -> bool:
     return _active is not None or (read_environment().virtual_npu > 0 and "torch" not in sys.modules)
 
 
-def activate(devices: int = 1, soc: str = socs.DEFAULT, *, force: bool = False) -> None:
+def activate(
+    devices: int = 1, soc: str = socs.DEFAULT, *, memory: int | str | None = None, force: bool = False
+) -> None:
     """Put `devices` virtual NPUs under torch_npu. Call it before torch is imported; child processes inherit it.
 
     A second call with the same arguments does nothing.
@@ -43,19 +47,23 @@ def activate(devices: int = 1, soc: str = socs.DEFAULT, *, force: bool = False) 
     Args:
         devices: how many devices the process sees, 1 to 64.
         soc: the chip they say they are, a name of `npu_backend.soc.SOCS`.
+        memory: what each device has, in bytes or as text ("64GiB", the default); an allocation past it fails as
+            torch_npu's out-of-memory error does.
         force: also on a host that has a real Ascend driver.
 
     Raises:
-        ConfigError: `devices` or `soc` has no meaning, or another choice is in force already.
+        ConfigError: `devices`, `soc` or `memory` has no meaning, or another choice is in force already.
         BackendUnavailableError: torch is imported already, the host has a real driver, there is no C compiler, or no
             torch_npu that fits the installed torch. The message gives the fix.
     """
     global _active
-    exported = environment(devices, soc, force=force)
+    exported = environment(devices, soc, memory=memory, force=force)
+    size = exported["VIRTUAL_NPU_MEMORY_BYTES"]
     if _active is not None:
-        if _active != (devices, soc):
+        if _active != (devices, soc, size):
             raise ConfigError(
-                f"the virtual NPU is active with {_active[0]} x {_active[1]}; it cannot become {devices} x {soc}"
+                f"the virtual NPU is active with {_active[0]} x {_active[1]} of {_active[2]} bytes; "
+                f"it cannot become {devices} x {soc} of {size} bytes"
             )
         return
     if "torch" in sys.modules:
@@ -71,7 +79,7 @@ def activate(devices: int = 1, soc: str = socs.DEFAULT, *, force: bool = False) 
     if wheel_folder is not None:
         sys.path.append(str(wheel_folder))  # last: it must shadow nothing
     sys.meta_path.insert(0, _InstallAfterTorchNpu())
-    _active = (devices, soc)
+    _active = (devices, soc, size)
 
 
 def activate_inherited() -> None:
@@ -79,7 +87,10 @@ def activate_inherited() -> None:
     devices = read_environment().virtual_npu
     if devices and wheel.has_torch():  # else `import torch` itself says what is missing
         activate(
-            devices, os.environ.get("VIRTUAL_NPU_SOC") or socs.DEFAULT, force=bool(os.environ.get("VIRTUAL_NPU_FORCE"))
+            devices,
+            os.environ.get("VIRTUAL_NPU_SOC") or socs.DEFAULT,
+            memory=os.environ.get("VIRTUAL_NPU_MEMORY_BYTES") or None,
+            force=bool(os.environ.get("VIRTUAL_NPU_FORCE")),
         )
 
 
@@ -99,11 +110,11 @@ def prepare(*, force: bool = False) -> tuple[Path, Path | None]:
     return build.runtime_folder(), wheel_folder
 
 
-def environment(devices: int, soc: str, *, force: bool = False) -> dict[str, str]:
+def environment(devices: int, soc: str, *, memory: int | str | None = None, force: bool = False) -> dict[str, str]:
     """The variables by which a child process inherits the virtual NPU.
 
     Raises:
-        ConfigError: `devices` or `soc` has no meaning.
+        ConfigError: `devices`, `soc` or `memory` has no meaning.
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
         raise ConfigError(f"the number of virtual devices must be an integer from 1 to {MAX_DEVICES}, got {devices!r}")
@@ -111,9 +122,20 @@ def environment(devices: int, soc: str, *, force: bool = False) -> dict[str, str
     return {
         "NPU_BACKEND_VIRTUAL_NPU": str(devices),
         "VIRTUAL_NPU_SOC": socs.find_soc(soc).name,
+        "VIRTUAL_NPU_MEMORY_BYTES": str(_parse_bytes(DEFAULT_MEMORY if memory is None else memory)),
         "VIRTUAL_NPU_FORCE": "1" if force else "",
         "PYTHONPATH": os.pathsep.join([_SITE, *inherited]),
     }
+
+
+def _parse_bytes(size: int | str) -> int:
+    """Bytes of a size such as 68719476736, "64GiB", "512 MiB" or "80GB"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)?\s*", str(size).upper())
+    number, unit, binary = match.groups() if match else ("0", None, None)
+    bytes_ = int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(unit) if unit else 0))
+    if bytes_ <= 0:
+        raise ConfigError(f"memory={size!r} is no size of a device; write bytes, or for example 64GiB, 512MiB, 80GB")
+    return bytes_
 
 
 def _set_runtime_environment(folder: Path, devices: int, chip: socs.Soc) -> None:

@@ -1,0 +1,90 @@
+"""`npu-backend run --count`: what a process ran on its virtual devices, printed on stderr when it ends.
+
+Per operator: how often it was called, and the bytes of its operands and results (each tensor's own, not its storage's).
+Per device: the most memory that torch_npu's allocator had given out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from npu_backend.virtual_npu import registry
+from npu_backend.virtual_npu.launch import LABEL
+
+VARIABLE = "VIRTUAL_NPU_COUNT"  # "table" or "json"
+
+_bytes: Counter[str] = Counter()
+
+
+def is_wanted() -> bool:
+    """Whether this process was started with --count."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def measured(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, with the bytes of its operands and results added up."""
+
+    def measuring(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        _bytes[name] += _size([*args, *kwargs.values(), result])
+        return result
+
+    return measuring
+
+
+def _size(values: Iterable[Any]) -> int:
+    import torch
+
+    size = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            size += value.numel() * value.itemsize
+        elif isinstance(value, (list, tuple)):
+            size += _size(value)
+    return size
+
+
+def report_at_exit() -> None:
+    """Print the report when this process ends, if it ran anything."""
+    atexit.register(_print)
+
+
+def facts() -> dict[str, Any]:
+    """The report as data: `operators` {name: [calls, bytes]}, `peak_bytes` per device, and whose it is."""
+    import torch_npu
+
+    npu = torch_npu.npu
+    devices = range(npu.device_count()) if npu.is_initialized() else range(0)
+    calls = registry.calls()
+    return {
+        "backend": LABEL,
+        "process": os.getpid(),
+        "rank": os.environ.get("RANK"),
+        "peak_bytes": {f"npu:{d}": peak for d in devices if (peak := npu.max_memory_allocated(d))},
+        "operators": {
+            name: [n, _bytes[name]] for name, n in sorted(calls.items(), key=lambda item: (-item[1], item[0]))
+        },
+    }
+
+
+def _print() -> None:
+    found = facts()
+    if not found["operators"]:
+        return
+    if os.environ.get(VARIABLE) == "json":
+        text = json.dumps(found)
+    else:
+        whose = f"process {found['process']}" + ("" if found["rank"] is None else f", rank {found['rank']}")
+        lines = [f"{LABEL}: operators of {whose}", f"{'calls':>10}  {'MiB':>10}  operator"]
+        lines += [f"{n:>10}  {size / 2**20:>10.2f}  {name}" for name, (n, size) in found["operators"].items()]
+        lines += [
+            f"peak of torch_npu's allocator on {d}: {peak / 2**20:.2f} MiB" for d, peak in found["peak_bytes"].items()
+        ]
+        text = "\n".join(lines)
+    print(text, file=sys.stderr, flush=True)

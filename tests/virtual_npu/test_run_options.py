@@ -1,0 +1,88 @@
+"""`npu-backend run --memory --count` and what `activate(memory=)` accepts, on a virtual NPU (arithmetic by the CPU)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from npu_backend import soc
+from npu_backend.errors import ConfigError
+from npu_backend.virtual_npu import LABEL, launch
+
+
+def run(*options: str, program: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "npu_backend",
+        "run",
+        *options,
+        "--",
+        sys.executable,
+        "-c",
+        textwrap.dedent(program),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_memory_is_bounded_and_everything_is_counted() -> None:
+    done = run(
+        "--virtual-npu=2", "--memory=1GiB", "--count", "--json",
+        program="""
+            import torch
+            x = torch.ones(1 << 18, device="npu:1")
+            y = (x + 1) + 1
+            print(torch.npu.mem_get_info(1)[1])
+            try:
+                torch.empty(1 << 31, dtype=torch.uint8, device="npu:1")
+            except torch.OutOfMemoryError:
+                print("full")
+        """,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(1 << 30), "full"], done.stderr
+    report = json.loads(next(line for line in done.stderr.splitlines() if '"operators"' in line))
+    assert report["backend"] == LABEL
+    assert report["operators"]["aten::add.Tensor"] == [2, 2 * 2 * (1 << 20)]  # an operand and a result of 1 MiB
+    assert report["peak_bytes"] == {"npu:1": pytest.approx(3 << 20, rel=0.01)}  # and torch_npu's padding
+
+
+def test_every_rank_reports_for_itself_as_a_table() -> None:
+    program = """
+        import os, torch
+        if os.environ.get("RANK") is None:
+            import subprocess, sys
+            command = [sys.executable, "-c", "import torch; torch.ones(3).npu()"]
+            for rank in "01":
+                subprocess.run(command, env={**os.environ, "RANK": rank})
+    """
+    done = run("--virtual-npu", "--count", program=program)
+    assert done.returncode == 0, done.stderr
+    assert f"{LABEL}: operators of process" in done.stderr
+    for rank in "01":
+        assert f", rank {rank}\n" in done.stderr
+    assert done.stderr.count("operators of process") == 2  # the parent ran nothing on a device
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64GiB", 64 << 30), (12345, 12345), ("1.5 gib", 3 << 29), ("80GB", 80 * 10**9), ("512M", 512 * 10**6), ("7B", 7)],
+)
+def test_sizes_of_memory(text: int | str, size: int) -> None:
+    assert launch.environment(1, soc.DEFAULT, memory=text)["VIRTUAL_NPU_MEMORY_BYTES"] == str(size)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GiB", "GiB", "64 elephants", "1e9", -5, 0])
+def test_what_is_no_size_is_refused(text: int | str) -> None:
+    with pytest.raises(ConfigError, match="is no size of a device"):
+        launch.environment(1, soc.DEFAULT, memory=text)
+
+
+@pytest.mark.parametrize("name", ["Ascend910_9392", "Ascend950PR_9579"])
+def test_other_generations_start_and_compute(name: str) -> None:
+    program = "import torch; print(torch.npu.get_device_name(), (torch.ones(2).npu() + 1).sum().item())"
+    done = run("--virtual-npu", f"--soc={name}", program=program)
+    assert done.stdout.split() == [name, "4.0"], done.stderr
