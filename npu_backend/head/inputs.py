@@ -228,9 +228,9 @@ def _check_values(
     if temperatures is not None:
         bad_temperatures = ~(torch.isfinite(temperatures) & (temperatures > 0))
         bad = bad_labels | bad_temperatures
-    any_bad, any_ignored = torch.stack((bad, ignored)).any(dim=1).tolist()
-    if not any_bad:
-        return bool(any_ignored)
+    worst = int(ignored.byte().add_(bad, alpha=2).max()) if labels.numel() else 0  # 1: ignored, 2: bad, 3: both
+    if worst < 2:
+        return worst == 1
     if bool(bad_labels.any()):
         row = int(bad_labels.nonzero()[0])
         raise _error(

@@ -48,6 +48,8 @@ def why_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"this release has no Triton kernels for the PPO head on {device.type}"
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         return "triton is not installed (torch's CUDA builds come with it)"
+    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
+        return "torch finds no CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
@@ -114,7 +116,12 @@ def log_prob_and_entropy(
 
 
 def _cache_columns(given: HeadInputs, dtype: torch.dtype, cache_bytes: int) -> int:
-    """Of how many vocabulary entries the scores fit into that many bytes: all, or whole tiles."""
+    """Of how many vocabulary entries the scores fit into that many bytes: all, or whole tiles.
+
+    float16 keeps none: relative to an unlikely label, half precision is coarser than the logits that eager rounds.
+    """
+    if dtype == torch.float16:
+        return 0
     vocab = given.weight.shape[0]
     column_bytes = max(given.labels.numel(), 1) * dtype.itemsize
     if cache_bytes >= padded_columns(vocab) * column_bytes:

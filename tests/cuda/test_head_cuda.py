@@ -101,42 +101,51 @@ def test_a_vocabulary_of_262144() -> None:
     assert_head_matches(case, on_cuda("auto"))
 
 
-def test_auto_takes_half_of_what_backward_leaves() -> None:
+@pytest.fixture
+def leave_free():
+    """leave_free(bytes) occupies the device's memory but for so much; it is given back when the test ends."""
+    ballast: list[torch.Tensor] = []
+
+    def occupy(size: int) -> None:
+        torch.cuda.empty_cache()
+        ballast.append(torch.empty(torch.cuda.mem_get_info()[0] - size, dtype=torch.uint8, device="cuda"))
+
+    yield occupy
+    ballast.clear()
+    torch.cuda.empty_cache()
+
+
+def test_auto_takes_half_of_what_backward_leaves(leave_free) -> None:
     x, w, labels = big_inputs(4096, 256, 32768)
     given = inputs.prepare(x, w, labels, 1.0, None, None, None, -100)
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     assert 0.4 * free <= triton_cuda._free_share(given, x.dtype) <= 0.5 * free
-    ballast = torch.empty(free - GIB, dtype=torch.uint8, device="cuda")
+    leave_free(GIB)
     assert triton_cuda._free_share(given, x.dtype) <= 0.3 * GIB
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     out = linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib="auto")
     out.log_probs.sum().backward()
     assert torch.cuda.max_memory_allocated() - before < GIB
-    del ballast
 
 
-def test_a_cache_that_does_not_fit_is_given_up() -> None:
+def test_a_cache_that_does_not_fit_is_given_up(leave_free) -> None:
     x, w, labels = big_inputs(8192, 256, 65536)
     expected = torch.autograd.grad(linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=0)[0].sum(), x)
-    torch.cuda.empty_cache()
-    ballast = torch.empty(torch.cuda.mem_get_info()[0] - GIB, dtype=torch.uint8, device="cuda")
+    leave_free(GIB)
     got = torch.autograd.grad(linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=100)[0].sum(), x)
-    del ballast
     assert torch.equal(got[0], expected[0])
 
 
-def test_backward_gives_the_cache_up_rather_than_run_out_of_memory() -> None:
+def test_backward_gives_the_cache_up_rather_than_run_out_of_memory(leave_free) -> None:
     x, w, labels = big_inputs(8192, 1024, 65536)
-    torch.cuda.empty_cache()
-    out = linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=2)
-    torch.cuda.empty_cache()
-    ballast = torch.empty(torch.cuda.mem_get_info()[0] - 64 * 2**20, dtype=torch.uint8, device="cuda")
-    out.log_probs.sum().backward()
-    del ballast
+    # The first run also makes cuBLAS's handles, which need memory that no allocator knows of.
     expected = torch.autograd.grad(linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=0)[0].sum(), w)
-    torch.testing.assert_close(w.grad, expected[0], rtol=2e-2, atol=1e-3)
+    out = linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=2)
+    leave_free(64 * 2**20)
+    got = torch.autograd.grad(out.log_probs.sum(), w)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_peak_memory_without_a_cache_is_gradients_and_a_tile() -> None:
@@ -166,8 +175,8 @@ def test_cuda_graph() -> None:
     x, w, labels = big_inputs(256, 64, 1000)
 
     def step():
-        with inputs.trusted_values():
-            out = linear_log_prob(x, w, labels, impl_backend="triton")
+        with inputs.trusted_values():  # kernels are compiled before the capture only if the cache is the same in both
+            out = linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=0)
             return out.log_probs, torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), (x, w))
 
     with triton_cuda.row_compaction(False):
@@ -234,4 +243,4 @@ def test_the_fused_kernels_are_what_runs_here_on_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     _, w, _ = big_inputs(64, 64, 1000)
-    assert triton_cuda.fused_kernels(w, None, x.dtype, 1.0, None) is gemm_stats_cuda
+    assert triton_cuda.fused_kernels(w, None, w.dtype, 1.0, None) is gemm_stats_cuda
