@@ -101,6 +101,12 @@ def test_the_plugin_trains_as_stock_verl_without_fused_kernels(run, settings):
     }
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_two_ranks_over_hccl_train_as_one(run, strategy):
+    """With an untied head as its own FSDP2 unit, where a bare full_tensor() loses the sum over the ranks."""
+    assert close(run(world=2, strategy=strategy), stock(run, strategy="fsdp"))
+
+
 def test_tied_embeddings(run):
     assert close(run(strategy="fsdp2", tied=True), stock(run, strategy="fsdp", tied=True))
 
