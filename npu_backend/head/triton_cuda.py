@@ -41,7 +41,6 @@ def row_compaction(enabled: bool) -> Iterator[None]:
         _compaction.reset(token)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
     """None if the kernels can run on `device` and compute in `dtype`, else the reason."""
     if device.type != "cuda":
@@ -56,6 +55,10 @@ def why_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "the kernels compute in float32, and these inputs are float64"
     return None
+
+
+# What torch.compiler.assume_constant_result does, which would import all of torch._dynamo to do it.
+why_unusable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def log_prob_and_entropy(
