@@ -56,9 +56,10 @@ class PatchReport:
 
 @dataclass(frozen=True)
 class VerifyRow:
-    """One operator, patched against unpatched. `error` is the largest difference to the unpatched result, relative to
-    the largest entry; `allowed` the bound it was held to; `calls` how often the replacement ran, `fallbacks` how often
-    it handed the input back to the original.
+    """One operator, patched against unpatched. `error` is the replacement's largest difference to a float64 reference,
+    relative to the largest entry; `allowed` the bound it was held to, from the unpatched operator's own difference;
+    `calls` how often the replacement ran, `fallbacks` how often it handed the input back to the original. `verdict` is
+    ok, fail, not reached, absent (the model has no such module) or skipped.
     """
 
     op: str
@@ -84,7 +85,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        return bool(self.rows) and all(row.verdict != "fail" for row in self.rows)
+        return bool(self.rows) and all(row.verdict not in ("fail", "not reached") for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain lists, dictionaries, strings and numbers."""

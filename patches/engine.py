@@ -236,14 +236,15 @@ class Engine:
             self.ledger.append(Transaction("", "", [change], [change.row]))
             return change.row
 
-    def revert(self) -> list[Row]:
-        """Undo the whole ledger, newest first; every slot gets the very object that it held before.
+    def revert(self, keep: int = 0) -> list[Row]:
+        """Undo the ledger but its first `keep` transactions, newest first; every slot gets the very object that it
+        held before.
 
         Raises:
             PatchConflictError: somebody replaced one of our replacements; nothing is undone.
         """
         with self.lock:
-            changes = [c for t in reversed(self.ledger) for c in reversed(t.changes)]
+            changes = [c for t in reversed(self.ledger[keep:]) for c in reversed(t.changes)]
             for change in changes:
                 if not change.slot.holds(change.after):
                     raise PatchConflictError(
@@ -253,7 +254,7 @@ class Engine:
             for change in changes:
                 change.slot.put(change.before)
             rows = [replace(change.row, state="reverted", reason="") for change in reversed(changes)]
-            self.ledger.clear()
+            del self.ledger[keep:]
             return rows
 
     def status(self) -> list[Row]:

@@ -42,8 +42,9 @@ def verify(model_config: Any = None, *, model: Any = None, dtype: torch.dtype | 
         dtype: run the operators in this dtype. None means the model's own, and float32 and bfloat16 for built models.
 
     Returns:
-        One row per target, dtype and direction; `calls` of one forward pass. The verdict is `ok`, `fail` (also where
-        the model has the module and never reached the replacement), `absent` (it has no such module) or `skipped`.
+        One row per target, dtype and direction; `calls` of one forward pass. The verdict is `ok`, `fail`, `not
+        reached` (the model has the module and never called the replacement), `absent` (it has no such module) or
+        `skipped`.
 
     Raises:
         ConfigError, PatchConflictError, PatchTargetError, BackendUnavailableError: as `apply_npu_fsdp_patches`.
@@ -84,10 +85,7 @@ def _patched(model_config: Any) -> Iterator[PatchReport]:
         try:
             yield apply_npu_fsdp_patches(model_config)
         finally:
-            for transaction in reversed(ENGINE.ledger[before:]):
-                for change in reversed(transaction.changes):
-                    change.slot.put(change.before)
-            del ENGINE.ledger[before:]
+            ENGINE.revert(keep=before)
 
 
 def _subjects(hf_config: Any, model: Any, report: PatchReport, notes: list[str]) -> Iterator[nn.Module]:
@@ -136,8 +134,8 @@ def _check_model(model: nn.Module, dtypes: Sequence[torch.dtype | None]) -> list
         if target in seen.calls:
             rows += compared(seen.calls[target], originals.of(change), _replacement(change), row)
         elif expected[target]:
-            reason = f"not reached: none of {expected[target]} expected calls; was the model built before the patch?"
-            rows.append(row(verdict="fail", reason=reason))
+            reason = f"none of {expected[target]} expected calls; was the model built before the patch?"
+            rows.append(row(verdict="not reached", reason=reason))
         else:
             rows.append(row(verdict="absent", reason="this model has no such module"))
     if head_inputs:
