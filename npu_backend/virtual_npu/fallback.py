@@ -199,12 +199,12 @@ def to_cpu(value: Any) -> Any:
     return value
 
 
-def from_cpu(value: Any, device: torch.device) -> Any:
-    """A result as the caller wants it."""
+def from_cpu(value: Any, device: torch.device, given: dict[int, torch.Tensor] | None = None) -> Any:
+    """A result as the caller wants it. `given`: device tensors that CPU tensors stand for, by the latter's identity."""
     if isinstance(value, torch.Tensor):
-        return to_device(value, device)
+        return given[id(value)] if given and id(value) in given else to_device(value, device)
     if isinstance(value, (list, tuple)):
-        return type(value)(from_cpu(item, device) for item in value)
+        return type(value)(from_cpu(item, device, given) for item in value)
     return value
 
 
@@ -256,7 +256,7 @@ def _implement_reference(reference: registry.Reference) -> None:
         return  # a reference of an operator that this torch_npu does not have
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        implement(reference.name, _reference_kernel(reference, _draws(op)))
+        implement(reference.name, _reference_kernel(reference, op))
         if reference.differentiable:
             implement(reference.name, _recomputed(reference, _draws(op)), "AutogradPrivateUse1")
 
@@ -270,18 +270,34 @@ def _run_reference(reference: registry.Reference, args: Any, kwargs: dict[str, A
     """The reference on CPU operands. No torch function: `with torch.device("npu")` must not reach its own tensors."""
     drawing = nullcontext() if seed is None else random.seeded(seed)
     with torch._C.DisableTorchFunction(), drawing:
-        return reference.function(*map(to_cpu, args), **{name: to_cpu(value) for name, value in kwargs.items()})
+        return reference.function(*args, **kwargs)
 
 
-def _reference_kernel(reference: registry.Reference, draws: bool) -> Kernel:
+def _reference_kernel(reference: registry.Reference, op: torch._ops.OpOverload) -> Kernel:
+    draws = _draws(op)
+    arguments = op._schema.arguments
+    written = [a.name for a in arguments if a.name == "out" or (a.alias_info is not None and a.alias_info.is_write)]
+    places = {argument.name: i for i, argument in enumerate(arguments)}
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         registry.count(reference.counted_as)
         device = _device_of(args) or _device_of(kwargs.values()) or _current_device()
+        cpu_args, cpu_kwargs = [to_cpu(value) for value in args], {name: to_cpu(v) for name, v in kwargs.items()}
         with torch._C._AutoDispatchBelowAutograd():
             seed = random.next_seed(device) if draws else None
-            return from_cpu(_run_reference(reference, args, kwargs, seed), device)
+            result = _run_reference(reference, cpu_args, cpu_kwargs, seed)
+            given: dict[int, torch.Tensor] = {}  # a result that is one of the written operands is that operand
+            for name in written:
+                inside = name in kwargs
+                place: Any = name if inside else places[name]
+                given |= _by_identity((cpu_kwargs if inside else cpu_args)[place], (kwargs if inside else args)[place])
+            return from_cpu(result, device, given)
 
     return kernel
+
+
+def _by_identity(cpu: Any, own: Any) -> dict[int, torch.Tensor]:
+    return {id(cpu): own} if isinstance(cpu, torch.Tensor) else {id(c): o for c, o in zip(cpu, own)}
 
 
 def _recomputed(reference: registry.Reference, draws: bool) -> Kernel:
@@ -297,7 +313,8 @@ def _recomputed(reference: registry.Reference, draws: bool) -> Kernel:
             ctx.tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
             ctx.others = [None if isinstance(value, torch.Tensor) else value for value in args]
             ctx.save_for_backward(*(args[i] for i in ctx.tensors))
-            return from_cpu(_run_reference(reference, args, kwargs, ctx.seed), device)
+            cpu_kwargs = {name: to_cpu(value) for name, value in kwargs.items()}
+            return from_cpu(_run_reference(reference, [to_cpu(value) for value in args], cpu_kwargs, ctx.seed), device)
 
         @staticmethod
         @torch.autograd.function.once_differentiable
@@ -307,8 +324,9 @@ def _recomputed(reference: registry.Reference, draws: bool) -> Kernel:
             for i, saved in zip(ctx.tensors, ctx.saved_tensors):
                 args[i] = alias(saved).detach().requires_grad_(ctx.needs_input_grad[i + 1])
             wanted = [i for i in ctx.tensors if ctx.needs_input_grad[i + 1]]
+            cpu_kwargs = {name: to_cpu(value) for name, value in ctx.kwargs.items()}
             with torch.enable_grad():
-                outputs = _run_reference(reference, args, ctx.kwargs, ctx.seed)
+                outputs = _run_reference(reference, [to_cpu(value) for value in args], cpu_kwargs, ctx.seed)
             upstream = [alias(grad) for grad in grads]
             found = torch.autograd.grad(outputs, [args[i] for i in wanted], upstream, allow_unused=True)
             results: list[torch.Tensor | None] = [None] * (len(args) + 1)

@@ -81,9 +81,9 @@ def test_what_the_documentation_rules_out_is_an_error(call, message: str) -> Non
 
 def test_an_operator_without_a_reference_says_how_to_add_one() -> None:
     with pytest.raises(
-        NPUBackendError, match=r"npu::npu_gelu has no CPU reference.*register_reference\('npu::npu_gelu'\)"
+        NPUBackendError, match=r"npu::npu_ciou has no CPU reference.*register_reference\('npu::npu_ciou'\)"
     ):
-        npu.npu_gelu(rand(3))
+        npu.npu_ciou(rand(4, 2), rand(4, 2))
 
 
 def test_a_reference_can_be_added_and_is_counted(calls) -> None:

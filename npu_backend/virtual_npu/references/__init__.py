@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import importlib
 
-_THEMES = ("attention", "dense", "gradients", "loss", "moe")
+_THEMES = (
+    "activations",
+    "attention",
+    "dense",
+    "fusion_attention",
+    "gradients",
+    "linear_loss",
+    "loss",
+    "moe",
+    "moe_gating",
+    "norms",
+    "optimizers",
+)
 
 
 def load() -> None:

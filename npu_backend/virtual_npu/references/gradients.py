@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 
+from npu_backend.virtual_npu.references.autograd import gradients
 from npu_backend.virtual_npu.registry import register_reference
 
 aten = torch.ops.aten
 
-# What a thread has outside every kernel: autograd's keys are in force.
-_INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
 
 def _gradient(function: Callable[[torch.Tensor], Any], at: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Differentiate `function` at one tensor. References run below autograd, so its keys are let in again."""
-    with torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), torch.enable_grad():
-        leaf = at.detach().requires_grad_()
-        return torch.autograd.grad(function(leaf), leaf, grad)[0]
+    return gradients(function, [at], grad)[0]
 
 
 @register_reference("npu::npu_gather_backward")
