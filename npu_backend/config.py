@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -116,12 +117,13 @@ def read_environment() -> Environment:
     unknown = sorted(k for k in os.environ if k.startswith("NPU_BACKEND_") and k not in _VARIABLES)
     if unknown:
         raise ConfigError(f"unknown environment variable {unknown[0]}; known: {', '.join(_VARIABLES)}")
-    values: dict[str, Any] = {}
-    for name, (key, parse) in _VARIABLES.items():
-        text = os.environ.get(name, "").strip()
-        if text:
-            values[key] = parse(text, name)
-    return Environment(**values)
+    return _parse_environment(tuple(os.environ.get(name, "").strip() for name in _VARIABLES))
+
+
+@functools.lru_cache(maxsize=8)
+def _parse_environment(texts: tuple[str, ...]) -> Environment:
+    given = {name: text for name, text in zip(_VARIABLES, texts, strict=True) if text}
+    return Environment(**{_VARIABLES[name][0]: _VARIABLES[name][1](text, name) for name, text in given.items()})
 
 
 def _parse_skip(text: str, where: str) -> tuple[str, ...]:
