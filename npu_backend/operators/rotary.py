@@ -198,8 +198,11 @@ def _why_not(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int,
 
 
 def _is_bsnd(x: Tensor, layout: str) -> bool:
-    """Whether the memory is in BSND order, which a BNSD view may well have: heads lie closer together than tokens."""
-    return layout == "BSND" or x.stride(1) < x.stride(2)
+    """Whether the memory is in BSND order, which a BNSD view may well have: heads lie closer together than tokens.
+
+    With one head or one token the memory is in both orders, whatever the strides say.
+    """
+    return layout == "BSND" or 1 in x.shape[1:3] or x.stride(1) < x.stride(2)
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------

@@ -187,11 +187,31 @@ def test_bnsd_beyond_its_limits_runs_eager(
     assert all(limit.why_not(layout="BNSD", **sizes) for limit in rotary.RELEASES.values())
     assert rotary.RELEASES["7.0.0"].why_not(layout="BSND", **sizes) is None
     original = function("qwen3")
-    q = normal(2, 8, 1, 72, dtype=torch.bfloat16)  # the same two limits, at a size that is quick
-    cos, sin = (t[:, :1] for t in angles(72, torch.bfloat16).values())
+    q = normal(2, 9, 2, 72, dtype=torch.bfloat16)  # the same two limits, at a size that is quick
+    cos, sin = (t[:, :2] for t in angles(72, torch.bfloat16).values())
     for got, expected in zip(rotary.standard(original, context)(q, q, cos, sin), original(q, q, cos, sin)):
         assert torch.equal(got, expected)
     assert npu.seen == []
+
+
+@pytest.mark.case("B02")
+@pytest.mark.parametrize("head_dim", [16, 72])  # 72 x 2 bytes are no multiple of 32
+@pytest.mark.parametrize(("kv_heads", "seq", "bsnd_memory"), [(1, 1, True), (1, 5, True), (1, 5, False), (4, 1, False)])
+def test_one_head_or_one_token_has_none_of_the_limits_of_bnsd(
+    kv_heads: int, seq: int, bsnd_memory: bool, head_dim: int, npu: FakeTorchNpu, context: Any
+) -> None:
+    """Multi-query decode: the strides of an axis of size 1 say nothing about the order of the memory."""
+    original, batch = function("llama"), 9 * seq
+    sizes = {"q": 2 * kv_heads, "k": kv_heads}
+    given = {name: normal(batch, seq, n, head_dim, seed=n, dtype=torch.bfloat16) for name, n in sizes.items()}
+    given = {name: t.transpose(1, 2) for name, t in given.items()}
+    if not bsnd_memory:
+        given["k"] = given["k"].contiguous()
+    given |= {name: t[:, :seq] for name, t in angles(head_dim, torch.bfloat16, 1).items()}
+    exact.assert_parity(rotary.standard(original, context), original, reference, given)
+    assert counters.calls() == {"rotary": 2}
+    assert counters.fallbacks() == {}
+    assert npu.operands("npu_rotary_mul")[3].shape == (batch, seq, kv_heads, head_dim)
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
