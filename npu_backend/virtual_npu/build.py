@@ -21,7 +21,7 @@ _SOURCES = Path(__file__).parent / "native"
 _RUNTIME = "ascendcl"  # the library with the functions; it comes first, the others depend on it
 _SOURCES_OF = {
     _RUNTIME: ("aclop.c", "device.c", "memory.c", "stream.c", "unimplemented.c"),
-    "hccl": ("hccl.c", "hccl_group.c", "hccl_p2p.c", "hccl_reduce.c"),
+    "hccl": ("hccl.c", "hccl_group.c", "hccl_p2p.c", "hccl_reduce.c", "hccl_rendezvous.c"),
 }
 # Libraries that only have to exist: torch_npu finds what it looks for in them through their dependency on those above.
 _EMPTY = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi", "nnopbase", "hcomm")

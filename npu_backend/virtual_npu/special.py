@@ -67,7 +67,7 @@ def _matmul_backward(
         y, g = y.unsqueeze(1), g.unsqueeze(-1)
     rows = x
     if y.dim() == 2:  # one matrix for the whole batch: fold the batch into rows, so that nothing is summed afterwards
-        g, rows = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
+        g, rows = g.flatten(0, -2), x.flatten(0, -2)
     grad_a = (g @ y.mH).sum_to_size(rows.shape).reshape(a.shape) if mask[0] else None
     grad_b = (rows.mH @ g).sum_to_size(y.shape).reshape(b.shape) if mask[1] else None
     return (

@@ -74,10 +74,14 @@ aclError aclopSetAttrInt(aclopAttr *attributes, const char *name, int64_t value)
 aclError aclopSetAttrFloat(aclopAttr *attributes, const char *name, float value) { return VNPU_OK; }
 aclError aclopSetAttrString(aclopAttr *attributes, const char *name, const char *value) { return VNPU_OK; }
 aclError aclopSetAttrDataType(aclopAttr *attributes, const char *name, aclDataType value) { return VNPU_OK; }
-aclError aclopSetAttrListBool(aclopAttr *attributes, const char *name, int count, const uint8_t *values) { return VNPU_OK; }
-aclError aclopSetAttrListInt(aclopAttr *attributes, const char *name, int count, const int64_t *values) { return VNPU_OK; }
-aclError aclopSetAttrListFloat(aclopAttr *attributes, const char *name, int count, const float *values) { return VNPU_OK; }
-aclError aclopSetAttrListListInt(aclopAttr *attributes, const char *name, int count, const int *lengths, const int64_t *const values[]) {
+aclError aclopSetAttrListBool(aclopAttr *attributes, const char *name, int count,
+                              const uint8_t *values) { return VNPU_OK; }
+aclError aclopSetAttrListInt(aclopAttr *attributes, const char *name, int count,
+                             const int64_t *values) { return VNPU_OK; }
+aclError aclopSetAttrListFloat(aclopAttr *attributes, const char *name, int count,
+                               const float *values) { return VNPU_OK; }
+aclError aclopSetAttrListListInt(aclopAttr *attributes, const char *name, int count, const int *lengths,
+                                 const int64_t *const values[]) {
     return VNPU_OK;
 }
 
@@ -102,9 +106,11 @@ static aclError fill(const Operands *operands) {
  * all_gather pads to whole blocks of 32 bytes so. */
 static aclError pad(const Operands *operands) {
     const aclTensorDesc *from = operands->input_descriptions[0], *to = operands->output_descriptions[0];
-    const aclDataBuffer *input = operands->inputs[0], *paddings = operands->inputs[1], *value = operands->inputs[2], *output = operands->outputs[0];
+    const aclDataBuffer *input = operands->inputs[0], *paddings = operands->inputs[1], *value = operands->inputs[2],
+        *output = operands->outputs[0];
     int last = from->dimensions - 1;
-    if (last < 0 || to->dimensions != from->dimensions || !value->size) return vnpu_error(VNPU_INVALID_PARAM, "PadV3: operands that do not fit");
+    if (last < 0 || to->dimensions != from->dimensions || !value->size) return vnpu_error(VNPU_INVALID_PARAM,
+        "PadV3: operands that do not fit");
     aclError error = fill(&(Operands){.inputs = operands->inputs + 1, .outputs = operands->outputs});
     bool wide = paddings->size == (size_t)(last + 1) * 2 * sizeof(int64_t);
     size_t row = (size_t)from->sizes[last] * value->size;
@@ -118,7 +124,8 @@ static aclError pad(const Operands *operands) {
             stride *= to->sizes[i];
         }
         size_t target = (size_t)place * value->size;
-        if (place < 0 || target + row > output->size) return vnpu_error(VNPU_INVALID_PARAM, "PadV3: a row does not fit");
+        if (place < 0 || target + row > output->size) return vnpu_error(VNPU_INVALID_PARAM,
+            "PadV3: a row does not fit");
         memcpy(output->data + target, input->data + start, row);
     }
     return error;
@@ -130,12 +137,16 @@ static const struct {
     aclError (*run)(const Operands *operands);
 } operators[] = {{"Fill", 2, 1, fill}, {"PadV3", 3, 1, pad}};
 
-aclError aclopCompileAndExecute(const char *name, int inputs, const aclTensorDesc *const input_descriptions[], const aclDataBuffer *const input[],
-                                int outputs, const aclTensorDesc *const output_descriptions[], aclDataBuffer *const output[],
-                                const aclopAttr *attributes, aclopEngineType engine, aclopCompileType compile, const char *path,
+aclError aclopCompileAndExecute(const char *name, int inputs, const aclTensorDesc *const input_descriptions[],
+                                const aclDataBuffer *const input[],
+                                int outputs, const aclTensorDesc *const output_descriptions[],
+                                    aclDataBuffer *const output[],
+                                const aclopAttr *attributes, aclopEngineType engine, aclopCompileType compile,
+                                    const char *path,
                                 aclrtStream stream) {
     for (size_t i = 0; i < sizeof operators / sizeof *operators; i++)
         if (!strcmp(operators[i].name, name) && operators[i].inputs == inputs && operators[i].outputs == outputs)
             return operators[i].run(&(Operands){input_descriptions, output_descriptions, input, output});
-    return vnpu_error(VNPU_NOT_SUPPORTED, "torch_npu called operator %s past torch's dispatcher, and aclop.c does not have it", name);
+    return vnpu_error(VNPU_NOT_SUPPORTED, "torch_npu called operator %s past torch's dispatcher, "
+                      "and aclop.c does not have it", name);
 }

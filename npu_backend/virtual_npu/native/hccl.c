@@ -1,6 +1,7 @@
 /* The collectives. Each goes in steps: every rank puts a piece into its slot, all meet, each takes what is its own.
  *
- * Slots have two halves that alternate between steps, so a rank that is a step ahead writes where nobody reads any more,
+ * Slots have two halves that alternate between steps,
+     so a rank that is a step ahead writes where nobody reads any more,
  * and no second meeting per step is needed. Operands may be the same memory.
  */
 #include "hccl.h"
@@ -25,7 +26,8 @@ HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {
 }
 
 /* Each rank reduces its own share of a step into the first slot, from which all then copy the whole. */
-HcclResult HcclAllReduce(void *from, void *to, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle, aclrtStream stream) {
+HcclResult HcclAllReduce(void *from, void *to, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm handle,
+                         aclrtStream stream) {
     Comm *comm = handle;
     size_t element;
     HcclResult error = start(comm, type, &element);
@@ -48,7 +50,8 @@ HcclResult HcclAllReduce(void *from, void *to, uint64_t count, HcclDataType type
     return error;
 }
 
-HcclResult HcclReduce(void *from, void *to, uint64_t count, HcclDataType type, HcclReduceOp op, uint32_t root, HcclComm handle, aclrtStream stream) {
+HcclResult HcclReduce(void *from, void *to, uint64_t count, HcclDataType type, HcclReduceOp op, uint32_t root,
+                      HcclComm handle, aclrtStream stream) {
     Comm *comm = handle;
     size_t element;
     HcclResult error = start(comm, type, &element);
@@ -67,7 +70,8 @@ HcclResult HcclReduce(void *from, void *to, uint64_t count, HcclDataType type, H
     return error;
 }
 
-HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle, aclrtStream stream) {
+HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
+                         aclrtStream stream) {
     Comm *comm = handle;
     size_t element;
     HcclResult error = start(comm, type, &element);
@@ -86,15 +90,17 @@ HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t
     return error;
 }
 
-/* ---- pieces of different length per rank; `counts` and `places` (in elements) may be NULL: all alike, one after another ---- */
+/* ---- pieces of different length per rank; without `counts` and `places` (in elements) all alike, side by side ---- */
 
 typedef struct {
     const uint64_t *counts, *places;
     uint64_t count;
 } Pieces;
 
-static uint64_t piece_count(const Pieces *pieces, uint32_t rank) { return pieces->counts ? pieces->counts[rank] : pieces->count; }
-static uint64_t piece_place(const Pieces *pieces, uint32_t rank) { return pieces->places ? pieces->places[rank] : rank * pieces->count; }
+static uint64_t piece_count(const Pieces *pieces, uint32_t rank) { return pieces->counts
+                            ? pieces->counts[rank] : pieces->count; }
+static uint64_t piece_place(const Pieces *pieces, uint32_t rank) { return pieces->places
+                            ? pieces->places[rank] : rank * pieces->count; }
 static uint64_t longest(const Comm *comm, const Pieces *pieces) {
     uint64_t most = 0;
     for (uint32_t rank = 0; rank < comm->size; rank++)
@@ -102,7 +108,8 @@ static uint64_t longest(const Comm *comm, const Pieces *pieces) {
     return most;
 }
 /* How much of a piece is moved in a step that starts at `done` and takes up to `step` elements. */
-static uint64_t part(uint64_t count, uint64_t done, uint64_t step) { return done < count ? smaller(count - done, step) : 0; }
+static uint64_t part(uint64_t count, uint64_t done, uint64_t step) { return done < count ? smaller(count - done,
+                     step) : 0; }
 
 static HcclResult all_gather(void *from, uint64_t count, void *to, Pieces pieces, HcclDataType type, Comm *comm) {
     size_t element;
@@ -127,7 +134,8 @@ HcclResult HcclAllGather(void *from, void *to, uint64_t count, HcclDataType type
     return all_gather(from, count, to, (Pieces){NULL, NULL, count}, type, comm);
 }
 
-HcclResult HcclAllGatherV(void *from, uint64_t count, void *to, const void *counts, const void *places, HcclDataType type, HcclComm comm, aclrtStream stream) {
+HcclResult HcclAllGatherV(void *from, uint64_t count, void *to, const void *counts, const void *places,
+                          HcclDataType type, HcclComm comm, aclrtStream stream) {
     return all_gather(from, count, to, (Pieces){counts, places, 0}, type, comm);
 }
 
@@ -136,13 +144,15 @@ static char *compartment(const Comm *comm, uint32_t from, uint32_t to, uint64_t 
     return vhccl_slot(comm, from) + to * step_bytes;
 }
 
-static void put_pieces(const Comm *comm, const char *from, const Pieces *pieces, uint64_t done, uint64_t step, size_t element) {
+static void put_pieces(const Comm *comm, const char *from, const Pieces *pieces, uint64_t done, uint64_t step,
+                       size_t element) {
     for (uint32_t rank = 0; rank < comm->size; rank++)
         memcpy(compartment(comm, comm->rank, rank, step * element), from + (piece_place(pieces, rank) + done) * element,
                part(piece_count(pieces, rank), done, step) * element);
 }
 
-static HcclResult reduce_scatter(void *from, Pieces pieces, void *to, uint64_t count, HcclDataType type, HcclReduceOp op, Comm *comm) {
+static HcclResult reduce_scatter(void *from, Pieces pieces, void *to, uint64_t count, HcclDataType type,
+                                 HcclReduceOp op, Comm *comm) {
     size_t element;
     HcclResult error = start(comm, type, &element);
     Call call = {CALL_REDUCE_SCATTER, (int)type, (int)op, -1, pieces.counts ? 0 : pieces.count};
@@ -154,22 +164,26 @@ static HcclResult reduce_scatter(void *from, Pieces pieces, void *to, uint64_t c
         put_pieces(comm, from, &pieces, done, step, element);
         error = vhccl_meet(comm, &call);
         if (!error)
-            error = vhccl_reduce((char *)to + done * element, compartment(comm, 0, comm->rank, step * element), VHCCL_SLOT, comm->size,
+            error = vhccl_reduce((char *)to + done * element, compartment(comm, 0, comm->rank, step * element),
+                                 VHCCL_SLOT, comm->size,
                                  part(count, done, step), type, op);
         done += step;
     } while (done < most);
     return error;
 }
 
-HcclResult HcclReduceScatter(void *from, void *to, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm comm, aclrtStream stream) {
+HcclResult HcclReduceScatter(void *from, void *to, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm comm,
+                             aclrtStream stream) {
     return reduce_scatter(from, (Pieces){NULL, NULL, count}, to, count, type, op, comm);
 }
 
-HcclResult HcclReduceScatterV(void *from, const void *counts, const void *places, void *to, uint64_t count, HcclDataType type, HcclReduceOp op, HcclComm comm, aclrtStream stream) {
+HcclResult HcclReduceScatterV(void *from, const void *counts, const void *places, void *to, uint64_t count,
+                              HcclDataType type, HcclReduceOp op, HcclComm comm, aclrtStream stream) {
     return reduce_scatter(from, (Pieces){counts, places, 0}, to, count, type, op, comm);
 }
 
-HcclResult HcclScatter(void *from, void *to, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle, aclrtStream stream) {
+HcclResult HcclScatter(void *from, void *to, uint64_t count, HcclDataType type, uint32_t root, HcclComm handle,
+                       aclrtStream stream) {
     Comm *comm = handle;
     size_t element;
     HcclResult error = start(comm, type, &element);
@@ -183,7 +197,8 @@ HcclResult HcclScatter(void *from, void *to, uint64_t count, HcclDataType type, 
         if (comm->rank == root) put_pieces(comm, from, &pieces, done, step, element);
         error = vhccl_meet(comm, &call);
         if (!error)
-            memcpy((char *)to + done * element, compartment(comm, root, comm->rank, step * element), part(count, done, step) * element);
+            memcpy((char *)to + done * element, compartment(comm, root, comm->rank, step * element), part(count, done,
+                   step) * element);
         done += step;
     } while (done < count);
     return error;
@@ -201,7 +216,8 @@ static HcclResult agree(Comm *comm, const Call *call, const Pieces *out, const P
         for (uint32_t to = 0; to < comm->size; to++)
             if (row[to] > *most) *most = row[to];
         if (row[comm->rank] != piece_count(in, from))
-            error = vhccl_break(comm, VHCCL_INVALID_PARAM, "all_to_all: rank %u sends %llu elements, %llu are expected", from,
+            error = vhccl_break(comm, VHCCL_INVALID_PARAM, "all_to_all: rank %u sends %llu elements, "
+                                "%llu are expected", from,
                                 (unsigned long long)row[comm->rank], (unsigned long long)piece_count(in, from));
     }
     return error;
@@ -220,16 +236,21 @@ static HcclResult all_to_all(const void *from, Pieces out, void *to, Pieces in, 
         put_pieces(comm, from, &out, done, step, element);
         error = vhccl_meet(comm, &call);
         for (uint32_t rank = 0; !error && rank < comm->size; rank++)
-            memcpy((char *)to + (piece_place(&in, rank) + done) * element, compartment(comm, rank, comm->rank, step * element),
+            memcpy((char *)to + (piece_place(&in, rank) + done) * element, compartment(comm, rank, comm->rank,
+                   step * element),
                    part(piece_count(&in, rank), done, step) * element);
     }
     return error;
 }
 
-HcclResult HcclAlltoAllV(const void *from, const void *out_counts, const void *out_places, HcclDataType type, const void *to, const void *in_counts, const void *in_places, HcclDataType in_type, HcclComm comm, aclrtStream stream) {
-    return all_to_all(from, (Pieces){out_counts, out_places, 0}, (void *)to, (Pieces){in_counts, in_places, 0}, type, comm);
+HcclResult HcclAlltoAllV(const void *from, const void *out_counts, const void *out_places, HcclDataType type,
+                         const void *to, const void *in_counts, const void *in_places, HcclDataType in_type,
+                         HcclComm comm, aclrtStream stream) {
+    return all_to_all(from, (Pieces){out_counts, out_places, 0}, (void *)to, (Pieces){in_counts, in_places, 0}, type,
+                      comm);
 }
 
-HcclResult HcclAlltoAll(const void *from, uint64_t count, HcclDataType type, const void *to, uint64_t in_count, HcclDataType in_type, HcclComm comm, aclrtStream stream) {
+HcclResult HcclAlltoAll(const void *from, uint64_t count, HcclDataType type, const void *to, uint64_t in_count,
+                        HcclDataType in_type, HcclComm comm, aclrtStream stream) {
     return all_to_all(from, (Pieces){NULL, NULL, count}, (void *)to, (Pieces){NULL, NULL, in_count}, type, comm);
 }

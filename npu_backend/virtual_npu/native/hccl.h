@@ -1,12 +1,14 @@
 /* What the files of the software HCCL share: a communicator is ranks on one host with one piece of shared memory.
  *
- *     hccl_group.c   a communicator's life: how ranks meet, wait for each other, and notice that one is gone
- *     hccl_reduce.c  element types and reductions
- *     hccl_p2p.c     send and receive, alone, in batches and in groups
- *     hccl.c         the collectives
+ *     hccl_rendezvous.c  how ranks find each other
+ *     hccl_group.c       a communicator's life: how ranks wait for each other, and notice that one is gone
+ *     hccl_reduce.c      element types and reductions
+ *     hccl_p2p.c         send and receive, alone, in batches and in groups
+ *     hccl.c             the collectives
  *
  * Calls return when the data has arrived, so streams are not looked at. The memory is a memfd that the root hands to
- * the others over an abstract socket: nothing has a name in the file system, so nothing stays behind, whoever is killed.
+ * the others over an abstract socket: nothing has a name in the file system, so nothing stays behind,
+     whoever is killed.
  */
 #ifndef VIRTUAL_NPU_HCCL_H
 #define VIRTUAL_NPU_HCCL_H
@@ -64,7 +66,8 @@ typedef struct {
     uint64_t count;
 } Call;
 
-enum { CALL_BARRIER, CALL_ALL_REDUCE, CALL_REDUCE, CALL_BROADCAST, CALL_ALL_GATHER, CALL_REDUCE_SCATTER, CALL_SCATTER, CALL_ALL_TO_ALL };
+enum { CALL_BARRIER, CALL_ALL_REDUCE, CALL_REDUCE, CALL_BROADCAST, CALL_ALL_GATHER, CALL_REDUCE_SCATTER, CALL_SCATTER,
+    CALL_ALL_TO_ALL };
 
 typedef struct {
     _Atomic uint32_t state;    /* 0 not there yet, then VHCCL_JOINED, VHCCL_LEFT */
@@ -94,8 +97,8 @@ void vhccl_flip(Comm *comm);
 char *vhccl_slot(const Comm *comm, uint32_t rank);
 /* Wait for all ranks at this point, and check that they are in the same call. */
 HcclResult vhccl_meet(Comm *comm, const Call *call);
-/* Sleep until `*word` is no longer `seen`, a tenth of a second at most. `peer` is the rank that it takes; that this rank
- * is gone, or the deadline past, is an error. */
+/* Sleep until `*word` is no longer `seen`, a tenth of a second at most. `peer` is the rank that it takes; that it is
+ * gone, or the deadline past, is an error. */
 HcclResult vhccl_nap(Comm *comm, _Atomic uint32_t *word, uint32_t seen, uint32_t peer, uint64_t deadline);
 /* Change a futex word and wake who waits for it. */
 void vhccl_ring(_Atomic uint32_t *word);
@@ -103,12 +106,17 @@ void vhccl_ring(_Atomic uint32_t *word);
 HcclResult vhccl_check_usable(const Comm *comm);
 /* Keep a message like vnpu_error, and make every later call of the communicator fail. */
 HcclResult vhccl_break(Comm *comm, HcclResult code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+/* The memfd of a group, made by the root and passed to the others; -1 and errno when somebody does not come. */
+int vhccl_rendezvous(const HcclRootInfo *info, uint32_t size, size_t bytes, uint64_t seconds);
+/* Keep a message with what errno says; returns `code`. */
+HcclResult vhccl_fail(HcclResult code, const char *what);
 /* Bytes of the ring from one rank to another, and where it lies: counters, then data. */
 char *vhccl_ring_memory(const Comm *comm, uint32_t from, uint32_t to);
 
 /* Bytes of one element, or 0 for an unknown type. */
 size_t vhccl_element_size(HcclDataType type);
 /* `to[i] = op over rank of from[rank * stride bytes][i]`, in the order of the ranks; half types accumulate in float. */
-HcclResult vhccl_reduce(void *to, const char *from, size_t stride, uint32_t ranks, size_t count, HcclDataType type, HcclReduceOp op);
+HcclResult vhccl_reduce(void *to, const char *from, size_t stride, uint32_t ranks, size_t count, HcclDataType type,
+                        HcclReduceOp op);
 
 #endif

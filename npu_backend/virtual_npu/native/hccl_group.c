@@ -1,4 +1,4 @@
-/* A communicator's life: how its ranks meet, wait for each other, and notice that one is gone. */
+/* A communicator's life: its memory, how ranks wait for each other and notice that one is gone, joining and leaving. */
 #define _GNU_SOURCE
 #include "hccl.h"
 
@@ -6,27 +6,23 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
-#include <poll.h>
-#include <pthread.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { JOINED = 1, LEFT = 2 };
-enum { PAGE = 4096, MAX_ROOTS = 64 };
+enum { PAGE = 4096 };
 static const uint64_t SECOND = 1000000000u;
 static const uint64_t LOOK_ROUND = 100000000u; /* nanoseconds between two looks at whether the others live */
 static const int TRIES = 50;                   /* yields before a waiting rank goes to sleep */
 
-/* ---- layout of the shared memory: header, two halves of slots, one ring per ordered pair; pages exist once touched ---- */
+/* ---- layout of the memory: header, two halves of slots, a ring per ordered pair; pages exist once touched ---- */
 
 static size_t header_bytes(uint32_t size) { return (sizeof(Segment) + size * sizeof(Rank) + PAGE - 1) / PAGE * PAGE; }
 static size_t slots_bytes(uint32_t size) { return (size_t)2 * size * VHCCL_SLOT; }
@@ -60,7 +56,8 @@ HcclResult vhccl_break(Comm *comm, HcclResult code, const char *format, ...) {
 HcclResult vhccl_check_usable(const Comm *comm) {
     uint32_t broken = atomic_load(&comm->segment->broken);
     if (!broken) return VHCCL_OK;
-    vnpu_error(VHCCL_REMOTE, "HCCL, rank %u of %u: a collective of this group failed in rank %u", comm->rank, comm->size, broken - 1);
+    vnpu_error(VHCCL_REMOTE, "HCCL, rank %u of %u: a collective of this group failed in rank %u", comm->rank,
+               comm->size, broken - 1);
     return VHCCL_REMOTE;
 }
 
@@ -102,7 +99,8 @@ static HcclResult wait_for_all(Comm *comm, uint32_t seen, uint64_t deadline) {
     _Atomic uint32_t *generation = &comm->segment->generation;
     for (int i = 0; i < TRIES && atomic_load(generation) == seen; i++) sched_yield();
     HcclResult error = VHCCL_OK;
-    while (!error && atomic_load(generation) == seen) error = vhccl_nap(comm, generation, seen, VHCCL_ALL_RANKS, deadline);
+    while (!error && atomic_load(generation) == seen) error = vhccl_nap(comm, generation, seen, VHCCL_ALL_RANKS,
+           deadline);
     return error;
 }
 
@@ -117,7 +115,8 @@ static HcclResult barrier(Comm *comm, uint64_t deadline) {
 }
 
 static const char *call_name(const Call *call) {
-    static const char *const names[] = {"barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "scatter", "all_to_all"};
+    static const char *const names[] = {"barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
+        "scatter", "all_to_all"};
     return names[call->kind];
 }
 
@@ -131,140 +130,30 @@ HcclResult vhccl_meet(Comm *comm, const Call *call) {
                             "ranks are in different calls: %s (type %d, op %d, root %d, count %llu) here, "
                             "%s (type %d, op %d, root %d, count %llu) in rank %u",
                             call_name(call), call->type, call->op, call->root, (unsigned long long)call->count,
-                            call_name(other), other->type, other->op, other->root, (unsigned long long)other->count, rank);
+                            call_name(other), other->type, other->op, other->root, (unsigned long long)other->count,
+                                      rank);
     }
     return error;
 }
 
-/* ---- how ranks meet: the root listens on a socket whose name the kernel chose, and passes the memfd to each rank ---- */
+/* ---- joining and leaving ---- */
 
-typedef struct {
-    int fd;
-    char name[16];
-} Root;
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static Root roots[MAX_ROOTS]; /* sockets of root infos that this process gave out and has not used yet */
-
-static HcclResult fail(HcclResult code, const char *what) {
+HcclResult vhccl_fail(HcclResult code, const char *what) {
     vnpu_error((aclError)code, "HCCL: %s: %s", what, strerror(errno));
     return code;
-}
-
-HcclResult HcclGetRootInfo(HcclRootInfo *info) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    socklen_t length = sizeof(sa_family_t); /* no name given: the kernel makes one, \0 and five digits */
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) return fail(VHCCL_SYSCALL, "socket");
-    if (bind(fd, (struct sockaddr *)&address, length) || listen(fd, VHCCL_MAX_RANKS)) return close(fd), fail(VHCCL_SYSCALL, "listen");
-    length = sizeof address;
-    getsockname(fd, (struct sockaddr *)&address, &length);
-    memset(info, 0, sizeof *info);
-    memcpy(info->internal, address.sun_path + 1, length - sizeof(sa_family_t) - 1);
-    pthread_mutex_lock(&lock);
-    Root *root = roots;
-    while (root < roots + MAX_ROOTS && root->fd) root++;
-    bool room = root < roots + MAX_ROOTS;
-    if (room) {
-        root->fd = fd;
-        snprintf(root->name, sizeof root->name, "%s", info->internal);
-    }
-    pthread_mutex_unlock(&lock);
-    if (room) return VHCCL_OK;
-    close(fd);
-    vnpu_error(VHCCL_INTERNAL, "HCCL: %d root infos were made and never used", MAX_ROOTS);
-    return VHCCL_INTERNAL;
-}
-
-/* The listening socket if this process made the root info, else -1. It is the caller's from now on. */
-static int take_root(const char *name) {
-    int fd = -1;
-    pthread_mutex_lock(&lock);
-    for (Root *root = roots; root < roots + MAX_ROOTS; root++) {
-        if (!root->fd || strcmp(root->name, name)) continue;
-        fd = root->fd;
-        root->fd = 0;
-    }
-    pthread_mutex_unlock(&lock);
-    return fd;
-}
-
-typedef union {
-    struct cmsghdr header;
-    char room[CMSG_SPACE(sizeof(int))];
-} Control;
-
-static bool send_fd(int connection, int fd) {
-    char byte = 0;
-    Control control = {0};
-    struct iovec data = {&byte, 1};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
-    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
-    *header = (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof fd), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
-    memcpy(CMSG_DATA(header), &fd, sizeof fd);
-    return sendmsg(connection, &message, MSG_NOSIGNAL) == 1;
-}
-
-static int receive_fd(int connection) {
-    char byte;
-    int fd = -1;
-    Control control = {0};
-    struct iovec data = {&byte, 1};
-    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
-    if (recvmsg(connection, &message, MSG_CMSG_CLOEXEC) == 1 && CMSG_FIRSTHDR(&message))
-        memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof fd);
-    return fd;
-}
-
-/* Root: make the memory and hand it to the other `size - 1` ranks. Processes of other users get nothing. */
-static int serve(int listener, uint32_t size, size_t bytes, uint64_t deadline) {
-    int fd = memfd_create("npu-backend-hccl", MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, (off_t)bytes)) return fd;
-    for (uint32_t served = 1; served < size;) {
-        struct pollfd ready = {listener, POLLIN, 0};
-        uint64_t now = vnpu_now();
-        int left = now < deadline ? (int)((deadline - now) / 1000000) : 0;
-        if (poll(&ready, 1, left) == 0) return close(fd), errno = ETIMEDOUT, -1;
-        int connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-        if (connection < 0) continue;
-        struct ucred peer = {0};
-        socklen_t length = sizeof peer;
-        getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length);
-        served += peer.uid == geteuid() && send_fd(connection, fd);
-        close(connection);
-    }
-    return fd;
-}
-
-/* Other ranks: fetch the memory from the root. */
-static int fetch(const char *name, uint64_t seconds) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    size_t length = strnlen(name, sizeof address.sun_path - 1);
-    memcpy(address.sun_path + 1, name, length);
-    int fd = -1, connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    struct timeval limit = {(time_t)seconds, 0};
-    setsockopt(connection, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-    setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-    if (!connect(connection, (struct sockaddr *)&address, (socklen_t)(sizeof(sa_family_t) + 1 + length))) fd = receive_fd(connection);
-    int error = errno;
-    close(connection);
-    errno = error;
-    return fd;
 }
 
 static HcclResult join(Comm *comm, const HcclRootInfo *info, uint64_t seconds) {
     uint64_t deadline = vnpu_now() + seconds * SECOND;
     comm->bytes = header_bytes(comm->size) + slots_bytes(comm->size) + (size_t)comm->size * comm->size * ring_bytes();
-    int listener = take_root(info->internal);
-    comm->fd = listener < 0 ? fetch(info->internal, seconds) : serve(listener, comm->size, comm->bytes, deadline);
-    int error = errno;
-    if (listener >= 0) close(listener);
-    errno = error;
-    if (comm->fd < 0) return fail(VHCCL_TIMEOUT, listener < 0 ? "the root of the group is not there" : "not all ranks of the group came (HCCL_CONNECT_TIMEOUT)");
+    comm->fd = vhccl_rendezvous(info, comm->size, comm->bytes, seconds);
+    if (comm->fd < 0) return vhccl_fail(VHCCL_TIMEOUT,
+        "the root or a rank of the group did not come (HCCL_CONNECT_TIMEOUT)");
     struct flock alive = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = comm->rank, .l_len = 1};
-    if (fcntl(comm->fd, F_SETLK, &alive)) return fail(VHCCL_INVALID_PARAM, "two ranks of the group have the same number");
+    if (fcntl(comm->fd, F_SETLK, &alive)) return vhccl_fail(VHCCL_INVALID_PARAM,
+        "two ranks of the group have the same number");
     comm->segment = mmap(NULL, comm->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, comm->fd, 0);
-    if (comm->segment == MAP_FAILED) return fail(VHCCL_SYSCALL, "mmap");
+    if (comm->segment == MAP_FAILED) return vhccl_fail(VHCCL_SYSCALL, "mmap");
     atomic_store(&comm->segment->ranks[comm->rank].state, JOINED);
     return barrier(comm, deadline);
 }
@@ -278,7 +167,8 @@ static void release(Comm *comm) {
     free(comm);
 }
 
-HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo *info, uint32_t rank, const HcclCommConfig *config, HcclComm *result) {
+HcclResult HcclCommInitRootInfoConfig(uint32_t size, const HcclRootInfo *info, uint32_t rank,
+                                      const HcclCommConfig *config, HcclComm *result) {
     if (!size || size > VHCCL_MAX_RANKS || rank >= size) {
         vnpu_error(VHCCL_INVALID_PARAM, "HCCL: rank %u of %u; groups have 1 to %d ranks", rank, size, VHCCL_MAX_RANKS);
         return VHCCL_INVALID_PARAM;

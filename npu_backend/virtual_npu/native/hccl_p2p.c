@@ -26,7 +26,8 @@ typedef struct {
 
 static Ring *ring_of(const Transfer *transfer) {
     uint32_t self = transfer->comm->rank, peer = transfer->peer;
-    return (Ring *)(transfer->kind == SEND ? vhccl_ring_memory(transfer->comm, self, peer) : vhccl_ring_memory(transfer->comm, peer, self));
+    return (Ring *)(transfer->kind == SEND ? vhccl_ring_memory(transfer->comm, self,
+            peer) : vhccl_ring_memory(transfer->comm, peer, self));
 }
 
 static bool is_done(const Transfer *transfer) { return transfer->announced && transfer->moved == transfer->bytes; }
@@ -37,7 +38,7 @@ static uint64_t move(Ring *ring, uint32_t kind, char *memory, uint64_t bytes) {
     uint64_t possible = kind == SEND ? VHCCL_RING - (written - read) : written - read;
     uint64_t place = (kind == SEND ? written : read) % VHCCL_RING;
     if (bytes > possible) bytes = possible;
-    uint64_t first = bytes < VHCCL_RING - place ? bytes : VHCCL_RING - place; /* up to the end of the ring, then from its start */
+    uint64_t first = bytes < VHCCL_RING - place ? bytes : VHCCL_RING - place; /* up to the ring's end, then from its start */
     if (kind == SEND) {
         memcpy(ring->data + place, memory, first);
         memcpy(ring->data, memory + first, bytes - first);
@@ -62,7 +63,8 @@ static HcclResult advance(Transfer *transfer, bool *progress) {
         move(ring, transfer->kind, (char *)&length, sizeof length);
         transfer->announced = true;
         if (length != transfer->bytes)
-            return vhccl_break(transfer->comm, VHCCL_INVALID_PARAM, "rank %u sent %llu bytes, %llu are expected", transfer->peer,
+            return vhccl_break(transfer->comm, VHCCL_INVALID_PARAM, "rank %u sent %llu bytes, %llu are expected",
+                               transfer->peer,
                                (unsigned long long)length, (unsigned long long)transfer->bytes);
     }
     transfer->moved += move(ring, transfer->kind, transfer->data + transfer->moved, transfer->bytes - transfer->moved);
@@ -98,9 +100,10 @@ static HcclResult complete(Transfer *transfers, size_t count) {
         }
         if (!progress && !waiting) return VHCCL_OK;
         if (progress) continue;
-        /* Nothing moves: sleep until somebody rings, or for a moment, as another communicator's bell is not heard here. */
+        /* Nothing moves: sleep until somebody rings, or a moment, as another communicator's bell is not heard here. */
         Comm *comm = waiting->comm;
-        HcclResult error = vhccl_nap(comm, &comm->segment->ranks[comm->rank].doorbell, seen, waiting->peer, start + comm->timeout);
+        HcclResult error = vhccl_nap(comm, &comm->segment->ranks[comm->rank].doorbell, seen, waiting->peer,
+                                     start + comm->timeout);
         if (error) return error;
     }
 }
@@ -114,7 +117,8 @@ static __thread size_t group_size;
 static HcclResult run(Transfer *transfers, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (transfers[i].peer < transfers[i].comm->size) continue;
-        vnpu_error(VHCCL_INVALID_PARAM, "HCCL: rank %u is not in the group of %u", transfers[i].peer, transfers[i].comm->size);
+        vnpu_error(VHCCL_INVALID_PARAM, "HCCL: rank %u is not in the group of %u", transfers[i].peer,
+                   transfers[i].comm->size);
         return VHCCL_INVALID_PARAM;
     }
     if (!group_depth) return complete(transfers, count);
@@ -138,7 +142,8 @@ HcclResult HcclGroupEnd(void) {
     return error;
 }
 
-static Transfer transfer_of(HcclComm comm, uint32_t kind, void *data, uint64_t count, HcclDataType type, uint32_t peer) {
+static Transfer transfer_of(HcclComm comm, uint32_t kind, void *data, uint64_t count, HcclDataType type,
+                            uint32_t peer) {
     return (Transfer){comm, kind, peer, data, count * vhccl_element_size(type), 0, false};
 }
 
@@ -156,7 +161,8 @@ HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm c
     Transfer *transfers = malloc((count ? count : 1) * sizeof *transfers);
     if (!transfers) return VHCCL_INTERNAL;
     for (uint32_t i = 0; i < count; i++)
-        transfers[i] = transfer_of(comm, items[i].sendRecvType == 0 ? SEND : RECEIVE, items[i].buf, items[i].count, items[i].dataType, items[i].remoteRank);
+        transfers[i] = transfer_of(comm, items[i].sendRecvType == 0 ? SEND : RECEIVE, items[i].buf, items[i].count,
+                                   items[i].dataType, items[i].remoteRank);
     HcclResult error = run(transfers, count);
     free(transfers);
     return error;

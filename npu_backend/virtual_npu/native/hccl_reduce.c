@@ -3,7 +3,8 @@
 
 #include <string.h>
 
-enum { INT8, INT16, INT32, FP16, FP32, INT64, UINT64, UINT8, UINT16, UINT32, FP64, BFP16, INT128, HIF8 = 14, FP8E4M3, FP8E5M2, FP8E8M0 };
+enum { INT8, INT16, INT32, FP16, FP32, INT64, UINT64, UINT8, UINT16, UINT32, FP64, BFP16, INT128, HIF8 = 14, FP8E4M3,
+    FP8E5M2, FP8E8M0 };
 enum { SUM, PROD, MAX, MIN };
 enum { BLOCK = 512 }; /* elements that are accumulated at a time */
 
@@ -102,7 +103,8 @@ DEFINE_REDUCE(reduce_fp16, uint16_t, float)
 #define STORE store_bfp16
 DEFINE_REDUCE(reduce_bfp16, uint16_t, float)
 
-HcclResult vhccl_reduce(void *to, const char *from, size_t stride, uint32_t ranks, size_t count, HcclDataType type, HcclReduceOp op) {
+HcclResult vhccl_reduce(void *to, const char *from, size_t stride, uint32_t ranks, size_t count, HcclDataType type,
+                        HcclReduceOp op) {
     if ((int)op > MIN) {
         vnpu_error(VHCCL_NOT_SUPPORTED, "HCCL: reduction %d is not known (sum 0, prod 1, max 2, min 3)", (int)op);
         return VHCCL_NOT_SUPPORTED;
