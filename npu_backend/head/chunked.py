@@ -186,9 +186,10 @@ class ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         if grad_log_probs is None and grad_entropy is None:
             return None, None, None, None, None, None
-        hidden, weight, bias, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once: whatever hooks unpack them (checkpoint's allow it only once)
+        hidden, weight, bias, *_ = saved
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            grads = _gradients(ctx, grad_log_probs, grad_entropy)
+            grads = _gradients(ctx.plan, saved, ctx.needs_input_grad[:3], grad_log_probs, grad_entropy)
         if torch.is_grad_enabled():  # create_graph=True
             upstream = [g for g in (grad_log_probs, grad_entropy) if g is not None]
             grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *upstream)  # type: ignore[no-untyped-call]
@@ -211,12 +212,15 @@ def _finish(found: RowStatistics, labels: Tensor) -> tuple[Tensor, Tensor | None
 
 
 def _gradients(
-    ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    plan: Plan,
+    saved: tuple[Any, ...],
+    wants: tuple[bool, bool, bool],
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, each in its own dtype, None for those that nobody asked for."""
-    hidden, weight, bias, labels, temperatures, log_probs, entropy, peak, total, *cache = ctx.saved_tensors
-    plan: Plan = ctx.plan
-    wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    hidden, weight, bias, labels, temperatures, log_probs, entropy, peak, total, *cache = saved
+    wants_hidden, wants_weight, wants_bias = wants
     # A sum over chunks is kept in the score dtype and rounded once; a single chunk has nothing to add to.
     sum_dtype = plan.score_dtype if labels.numel() > plan.chunk_rows else plan.compute_dtype
     grad_hidden = torch.empty_like(hidden) if wants_hidden else None

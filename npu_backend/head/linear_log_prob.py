@@ -186,10 +186,17 @@ def compute(
         )
         log_probs, entropy = _chunked(given, plan)
     return LinearLogProbOutput(
-        log_probs.float().reshape(given.shape),
-        None if entropy is None else entropy.float().reshape(given.shape),
+        _outgoing(log_probs, given.shape),
+        None if entropy is None else _outgoing(entropy, given.shape),
         backend,
     )
+
+
+def _outgoing(values: Tensor, shape: torch.Size) -> Tensor:
+    """The caller's own float32 copy, and no view: it may be changed in place, for backward needs `values` as they are,
+    and a hook that FSDP2 puts on it stays (an in-place operation on a view would lose it).
+    """
+    return values.reshape(shape).to(torch.float32, copy=True)
 
 
 def _chunked(given: inputs.HeadInputs, plan: Plan) -> tuple[Tensor, Tensor | None]:
