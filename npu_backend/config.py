@@ -54,6 +54,11 @@ def read_config(model_config: Any = None) -> BackendConfig:
         ConfigError: a boolean that is neither true nor false, `fused_kernel_options` that is not a mapping, or an
             `impl_backend` that does not exist.
     """
+    if isinstance(model_config, (str, bytes, int, float, list, tuple, set)):
+        raise ConfigError(f"model_config must be None, a mapping or an object with attributes, got {model_config!r}")
+    bare = not hasattr(type(model_config), "get")  # verl's own configuration has a model_type of another meaning
+    if bare and _get(model_config, "hf_config") is None and isinstance(_get(model_config, "model_type"), str):
+        raise ConfigError("model_config is a Hugging Face configuration itself; pass {'hf_config': config}")
     options = _get(model_config, "fused_kernel_options")
     if options is not None and not _is_mapping(options):
         raise ConfigError(
@@ -62,12 +67,15 @@ def read_config(model_config: Any = None) -> BackendConfig:
         )
     named = _get(options, "impl_backend")
     hf_config = _get(model_config, "hf_config")
+    model_types = model_types_of(hf_config)
+    if hf_config is not None and not model_types:
+        raise ConfigError(f"model_config.hf_config has no model_type, so no patch can be chosen; got {hf_config!r}")
     return BackendConfig(
         use_liger=parse_bool(_get(model_config, "use_liger"), "model_config.use_liger"),
         use_fused_kernels=parse_bool(_get(model_config, "use_fused_kernels"), "model_config.use_fused_kernels"),
         impl_backend="torch" if named is None else parse_backend(named),
         impl_backend_given=named is not None,
-        model_types=model_types_of(hf_config),
+        model_types=model_types,
         hf_config=hf_config,
     )
 
@@ -127,7 +135,7 @@ def _parse_environment(texts: tuple[str, ...]) -> Environment:
 
 
 def _parse_skip(text: str, where: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    names = tuple(_canonical(part.strip()) for part in text.split(",") if part.strip())
     for name in names:
         family, _, operator = name.partition(".")
         known = (
@@ -141,6 +149,12 @@ def _parse_skip(text: str, where: str) -> tuple[str, ...]:
                 f"({', '.join(families.FAMILIES)}), nor one operator of a family (qwen3.rms_norm)"
             )
     return names
+
+
+def _canonical(name: str) -> str:
+    """The name with `rope` and the like replaced by the operator's own."""
+    family, dot, operator = name.rpartition(".")
+    return f"{family}{dot}{families.ALIASES.get(operator, operator)}"
 
 
 def _parse_choice(choices: tuple[str, ...], fold: Callable[[str], str]) -> Callable[[str, str], str]:

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 # Operators of the patch sets, in the order in which reports show them.
 OPERATORS = ("rms_norm", "gated_mlp", "rotary", "sparse_moe", "ppo_head")
 
+# What else people call them.
+ALIASES = {"rope": "rotary", "mlp": "gated_mlp", "moe": "sparse_moe"}
+
 # family (= the folder in transformers.models) -> other model types whose code is that family's
 FAMILIES: dict[str, tuple[str, ...]] = {
     "llama": (),

@@ -114,7 +114,7 @@ def _choose(model_config: Any) -> _Choice:
     supported = {patch.family for patch in patch_set.patches}
     wanted = families.families_of(config.model_types) if config.model_types else tuple(families.FAMILIES)
     unknown = ""
-    if not supported.intersection(wanted):
+    if not supported.intersection(wanted) and not environment.disable:
         unknown = (
             f"patch set {name!r} has no patches for model type {', '.join(config.model_types)}; it covers "
             f"{', '.join(f for f in families.FAMILIES if f in supported)}"

@@ -33,8 +33,8 @@ class PatchReport:
 
     @property
     def applied(self) -> int:
-        """How many targets hold a replacement."""
-        return sum(row.state == "applied" for row in self.rows)
+        """How many targets hold a replacement; families may share one."""
+        return len({row.target for row in self.rows if row.state == "applied"})
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain lists, dictionaries, strings and numbers."""

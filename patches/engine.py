@@ -10,13 +10,22 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from npu_backend.errors import PatchConflictError
-from npu_backend.patches.observe import differences, snapshot, unreached
-from npu_backend.patches.targets import InstanceSlot, Slot, check_owner, check_signature, load, owner_of, resolve
+from npu_backend.patches.observe import record, unreached
+from npu_backend.patches.targets import (
+    InstanceSlot,
+    Slot,
+    check_owner,
+    check_signature,
+    load,
+    owner_of,
+    put_all,
+    resolve,
+)
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,6 @@ class Engine:
         self.lock = threading.RLock()
         self.ledger: list[Transaction] = []
 
-    # -- plan -----------------------------------------------------------------------------------------------------
-
     def plan(
         self,
         patch_set: PatchSet,
@@ -141,7 +148,8 @@ class Engine:
         def row(state: str, reason: str = "") -> Row:
             return Row(target, patch.op, patch.family, plan.patch_set.name, state, reason, patch.why)
 
-        if disabled:
+        in_force = {(c.row.op, c.row.model_type, c.row.owner) for c in self._changes()}
+        if disabled and (patch.op, patch.family, plan.patch_set.name) not in in_force:
             plan.rows.append(row("disabled", disabled))
             return
         try:
@@ -150,12 +158,12 @@ class Engine:
             plan.rows.append(row("unavailable", f"{type(error).__name__}: {error}"))
             return
         target = str(slot)  # the name that this release has
-        mine = self._entry(slot)
-        if mine is not None and mine.slot.holds(mine.after):
+        mine = next((c for c in self._changes() if c.slot.same_place(slot) and c.slot.holds(c.after)), None)
+        if mine is not None:
             if mine.row.owner != plan.patch_set.name:
+                owners = f"{mine.row.owner!r} and {plan.patch_set.name!r}"
                 raise PatchConflictError(
-                    f"{patch.target}: both {mine.row.owner!r} and {plan.patch_set.name!r} want to replace it; "
-                    "narrow one of the two sets"
+                    f"{patch.target}: both {owners} want to replace it; narrow one of the two sets"
                 )
             plan.rows.append(row("applied", "already applied"))
             return
@@ -177,20 +185,18 @@ class Engine:
             check_signature(patch.target, original, replacement)
             plan.changes.append(Change(slot, slot.get(), replacement, plan.rows[-1]))
 
-    def _entry(self, slot: Slot) -> Change | None:
-        changes = (c for t in reversed(self.ledger) for c in reversed(t.changes))
-        return next((c for c in changes if c.slot.same_place(slot)), None)
-
-    # -- apply and revert -----------------------------------------------------------------------------------------
+    def _changes(self, keep: int = 0) -> list[Change]:
+        """Every change in the ledger, the newest first."""
+        return [c for t in reversed(self.ledger[keep:]) for c in reversed(t.changes)]
 
     def apply(self, plan: Plan) -> list[Row]:
         """Make the plan's changes, all of them or none, and return the rows as they then are."""
         with self.lock:
             for change in plan.changes:
                 if not change.slot.holds(change.before):
+                    owner = owner_of(change.slot.get())
                     raise PatchConflictError(
-                        f"{change.row.target} was replaced by {owner_of(change.slot.get())!r} after it was planned; "
-                        "plan again"
+                        f"{change.row.target} was replaced by {owner!r} after the plan; plan again"
                     )
             if plan.patch_set.install and any(row.state == "planned" for row in plan.rows):
                 changes, rows = self._install(plan)
@@ -201,22 +207,36 @@ class Engine:
             for change in changes:
                 change.row = replace(change.row, state="applied")
             rows += unreached(changes)
-            if changes or not any(row.state == "applied" for row in rows):  # not when it was all applied before
-                self.ledger.append(Transaction(plan.patch_set.name, plan.asked_by, changes, rows))
+            self._enter(Transaction(plan.patch_set.name, plan.asked_by, changes, rows))
             return rows
+
+    def _enter(self, new: Transaction) -> None:
+        """Put a transaction into the ledger, and take out changes that somebody undid before it made them again."""
+        places = [(n.slot, n.before) for n in new.changes]
+        for old in self.ledger:
+            old.changes = [
+                c for c in old.changes if not any(c.slot.same_place(s) and c.before is before for s, before in places)
+            ]
+        self._forget_gone()
+        same = next((t for t in self.ledger if t.patch_set and t.patch_set == new.patch_set), None)
+        if same is None or new.changes:
+            self.ledger.append(new)
+        else:
+            same.rows += [row for row in new.rows if row not in same.rows]
+
+    def _forget_gone(self) -> None:
+        """Drop the changes of live objects that are no more."""
+        for transaction in self.ledger:
+            transaction.changes = [c for c in transaction.changes if c.slot.owner is not None]
+        self.ledger[:] = [t for t in self.ledger if t.changes or t.patch_set]
 
     def _install(self, plan: Plan) -> tuple[list[Change], list[Row]]:
         """Run somebody else's patcher and record what it changes; if it fails, put everything back."""
         planned = {row.target: row for row in plan.rows if row.state == "planned"}
-        before = snapshot({*plan.patch_set.touches, *(target.partition(":")[0] for target in planned)})
-        try:
-            extra = load(plan.patch_set.install)(plan)
-        except BaseException:
-            for slot, old, _ in differences(before):
-                slot.put(old)
-            raise
+        modules = {*plan.patch_set.touches, *(target.partition(":")[0] for target in planned)}
+        extra, changed_slots = record(modules, lambda: load(plan.patch_set.install)(plan))
         changes = []
-        for slot, old, new in differences(before):
+        for slot, old, new in changed_slots:
             row = planned.get(str(slot)) or Row(str(slot), "", "", plan.patch_set.name, "applied", "changed as well")
             changes.append(Change(slot, old, new, row))
         changed = {change.row.target for change in changes}
@@ -233,7 +253,7 @@ class Engine:
             slot.put(value)
             if isinstance(slot, InstanceSlot):  # a bound method would keep its instance alive
                 change.after = weakref.WeakMethod(value) if isinstance(value, types.MethodType) else value
-            self.ledger.append(Transaction("", "", [change], [change.row]))
+            self._enter(Transaction("", "", [change], [change.row]))
             return change.row
 
     def revert(self, keep: int = 0) -> list[Row]:
@@ -244,7 +264,7 @@ class Engine:
             PatchConflictError: somebody replaced one of our replacements; nothing is undone.
         """
         with self.lock:
-            changes = [c for t in reversed(self.ledger[keep:]) for c in reversed(t.changes)]
+            changes = [c for c in self._changes(keep) if not c.slot.holds(c.before)]  # else somebody undid it already
             for change in changes:
                 if not change.slot.holds(change.after):
                     raise PatchConflictError(
@@ -253,35 +273,29 @@ class Engine:
                     )
             for change in changes:
                 change.slot.put(change.before)
-            rows = [replace(change.row, state="reverted", reason="") for change in reversed(changes)]
+            rows = [replace(c.row, state="reverted", reason="") for c in reversed(self._changes(keep))]
             del self.ledger[keep:]
             return rows
 
     def status(self) -> list[Row]:
-        """The rows of everything in the ledger as it is now; what was overwritten since is `stale`."""
+        """The rows of everything in the ledger as it is now, the newest of each target; what was overwritten or undone
+        since is `stale`.
+        """
         with self.lock:
-            rows = []
+            self._forget_gone()
+            rows: dict[tuple[Any, ...], Row] = {}
             for transaction in self.ledger:
-                lost = [c for c in transaction.changes if not c.slot.holds(c.after)]
-                broken = {change.row.target: owner_of(change.slot.get()) for change in lost}
+                lost = {c.row.target: c for c in transaction.changes if not c.slot.holds(c.after)}
                 for row in transaction.rows:
-                    if row.state == "applied" and row.target in broken:
-                        row = replace(row, state="stale", reason=f"overwritten by {broken[row.target]}")
-                    rows.append(row)
-            return rows
+                    if row.state == "applied" and row.target in lost:
+                        change = lost[row.target]
+                        undone = change.slot.holds(change.before)
+                        reason = (
+                            "undone by somebody else" if undone else f"overwritten by {owner_of(change.slot.get())}"
+                        )
+                        row = replace(row, state="stale", reason=reason)
+                    rows[row.target, row.model_type, row.op, row.reason if row.state == "stale" else ""] = row
+            return list(rows.values())
 
 
 ENGINE = Engine()
-
-
-def put_all(changes: Iterable[Change]) -> None:
-    """Make every change; when one fails, take back those before it."""
-    done: list[Change] = []
-    try:
-        for change in changes:
-            change.slot.put(change.after)
-            done.append(change)
-    except BaseException:
-        for change in reversed(done):
-            change.slot.put(change.before)
-        raise

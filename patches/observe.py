@@ -8,7 +8,7 @@ import gc
 import importlib
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,18 @@ def differences(before: Snapshot) -> list[tuple[Slot, Any, Any]]:
         for name in {**old, **vars(owner)}
     )
     return [pair for pair in pairs if pair[1] is not pair[2]]
+
+
+def record(modules: Iterable[str], run: Callable[[], Any]) -> tuple[Any, list[tuple[Slot, Any, Any]]]:
+    """Run somebody else's patcher; its result, and what it changed. When it fails, everything is put back."""
+    before = snapshot(modules)
+    try:
+        result = run()
+    except BaseException:
+        for slot, old, _ in differences(before):
+            slot.put(old)
+        raise
+    return result, differences(before)
 
 
 def unreached(changes: Sequence[Change]) -> list[Row]:

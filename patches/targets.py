@@ -8,10 +8,13 @@ import importlib
 import inspect
 import types
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from npu_backend.errors import PatchConflictError, PatchTargetError
+
+if TYPE_CHECKING:
+    from npu_backend.patches.engine import Change
 
 
 class _Missing:
@@ -95,6 +98,19 @@ class InstanceSlot(Slot):
         if self.owner is None:
             return True
         return bool(self.get() == value()) if isinstance(value, weakref.WeakMethod) else self.get() is value
+
+
+def put_all(changes: Iterable[Change]) -> None:
+    """Make every change; when one fails, take back those before it."""
+    done: list[Change] = []
+    try:
+        for change in changes:
+            change.slot.put(change.after)
+            done.append(change)
+    except BaseException:
+        for change in reversed(done):
+            change.slot.put(change.before)
+        raise
 
 
 def load(path: str) -> Any:

@@ -70,6 +70,18 @@ def test_anything_else_is_no_boolean(value):
             read_config({key: value})
 
 
+@pytest.mark.parametrize("carrier", ["qwen3", ["qwen3"], 3, types.SimpleNamespace(model_type="qwen3")])
+def test_what_is_no_model_configuration(carrier):
+    with pytest.raises(ConfigError, match="model_config"):
+        read_config(carrier)
+
+
+@pytest.mark.parametrize("hf_config", ["Qwen/Qwen3-0.6B", {}, types.SimpleNamespace(model_type=""), 3])
+def test_an_hf_config_without_a_model_type_would_patch_everything(hf_config):
+    with pytest.raises(ConfigError, match=r"hf_config has no model_type"):
+        read_config({"hf_config": hf_config})
+
+
 @pytest.mark.parametrize("options", ["torch", 3, ["torch"]])
 def test_options_that_are_no_mapping(options):
     with pytest.raises(ConfigError, match="fused_kernel_options must be a mapping"):
@@ -95,7 +107,7 @@ def test_the_environment(monkeypatch):
     assert read_environment().strict is False
     for name, value in {
         "NPU_BACKEND_STRICT": "1",
-        "NPU_BACKEND_SKIP": "rotary, qwen3_moe,qwen3.rms_norm",
+        "NPU_BACKEND_SKIP": "rope, qwen3_moe,qwen3.rms_norm,qwen2.mlp",
         "NPU_BACKEND_DEVICE": "CPU",
         "NPU_BACKEND_LOGITS_CACHE_GIB": "1.5",
         "NPU_BACKEND_BATCH_INVARIANT": "true",
@@ -104,7 +116,7 @@ def test_the_environment(monkeypatch):
     environment = read_environment()
     assert environment.strict
     assert environment.batch_invariant
-    assert environment.skip == ("rotary", "qwen3_moe", "qwen3.rms_norm")
+    assert environment.skip == ("rotary", "qwen3_moe", "qwen3.rms_norm", "qwen2.gated_mlp")
     assert (environment.device, environment.logits_cache_gib) == ("cpu", 1.5)
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections import Counter
 
 from npu_backend import log
+from npu_backend.config import read_environment
+from npu_backend.errors import BackendUnavailableError
 
+_ORDINARY = ("a tensor is on ", "empty input")  # nothing that an operator for the NPU could have been wanted for
 _calls: Counter[str] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
 
@@ -19,10 +22,20 @@ def ran(op: str) -> None:
 
 
 def fell_back(op: str, reason: str) -> None:
-    """Note one input that went to the original forward; the first of its kind is a DEBUG line."""
-    if (op, reason) not in _fallbacks:
-        log.logger.debug("%s runs the original forward: %s", op, reason)
+    """Note one input that goes to the original forward; the first of its kind is said on rank 0.
+
+    Raises:
+        BackendUnavailableError: NPU_BACKEND_STRICT=1, and the input is one that the NPU was wanted for.
+    """
     _fallbacks[op, reason] += 1
+    if reason.startswith(_ORDINARY):
+        return
+    message = f"npu-backend: {op} runs the original forward: {reason}"
+    if read_environment().strict:
+        raise BackendUnavailableError(
+            f"{message}. Leave it out with NPU_BACKEND_SKIP={op}, or NPU_BACKEND_STRICT unset"
+        )
+    log.warn_once(f"operators.{op}.{reason}", message)
 
 
 def calls() -> dict[str, int]:

@@ -71,6 +71,42 @@ def test_a_registry_entry_is_a_target(library):
         plan(engine, patch("lib.modeling:REGISTRY[absent]", "ours:rope"))
 
 
+def test_a_target_that_somebody_restored_is_patched_again_and_reverts(library):
+    engine, original = Engine(), vars(library.Norm)["forward"]
+    engine.apply(plan(engine, FORWARD, ROPE))
+    library.Norm.forward = original  # a monkeypatch undone
+    assert [(r.state, r.reason) for r in engine.status()] == [("stale", "undone by somebody else"), ("applied", "")]
+    rows = engine.apply(plan(engine, FORWARD, ROPE))
+    assert states(rows) == ["applied", "applied"]
+    assert states(engine.status()) == ["applied", "applied"]
+    engine.revert()
+    assert vars(library.Norm)["forward"] is original
+    assert len(library.rope(1, 2, 3, 4)) == 2
+
+
+def test_what_somebody_undid_needs_no_revert(library):
+    engine, model = Engine(), library.Norm()
+    bound = types.MethodType(lambda self, x: "fused", model)
+    engine.put(InstanceSlot(model, "forward"), bound, Row("Norm.forward", "ppo_head", "lib", "ppo_head", ""))
+    del model.forward
+    assert states(engine.revert()) == ["reverted"]
+    assert "forward" not in vars(model)
+
+
+def test_repeated_applications_do_not_grow_the_ledger_or_the_status(library):
+    engine = Engine()
+    for _ in range(3):
+        engine.apply(plan(engine, patch(requires="ours:reason")))
+    assert states(engine.status()) == ["skipped"]
+    assert len(engine.ledger) == 1
+    engine.revert()
+    off = {"disabled": lambda p: "by the user" if p.op == "rotary" else None}
+    engine.apply(plan(engine, FORWARD, ROPE, **off))
+    engine.apply(plan(engine, FORWARD, ROPE))
+    assert sorted(states(engine.status())) == ["applied", "applied"]
+    assert states(plan(engine, FORWARD, ROPE, **off).rows) == ["applied", "applied"]  # it is in force, so that is said
+
+
 def test_two_families_may_share_one_place(library):
     engine, original = Engine(), library.REGISTRY["grouped"]
     entry = patch("lib.modeling:REGISTRY[grouped]", "ours:rope")
@@ -328,7 +364,8 @@ def test_an_instance_patch_reverts_and_does_not_keep_its_object(library):
     del model, bound
     gc.collect()
     assert alive() is None
-    engine.revert()
+    assert engine.status() == []
+    assert engine.ledger == []
 
 
 def test_owner_is_the_module_of_the_globals(library):
