@@ -278,9 +278,7 @@ class Engine:
             return rows
 
     def status(self) -> list[Row]:
-        """The rows of everything in the ledger as it is now, the newest of each target; what was overwritten or undone
-        since is `stale`.
-        """
+        """The ledger's rows as things are now, the newest of each target; `stale` where somebody interfered since."""
         with self.lock:
             self._forget_gone()
             rows: dict[tuple[Any, ...], Row] = {}
