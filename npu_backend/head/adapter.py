@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from npu_backend import device, log
-from npu_backend.config import parse_backend, parse_bool
+from npu_backend.config import Environment, parse_backend, parse_bool, read_environment
 from npu_backend.errors import HeadInputError, PatchConflictError
-from npu_backend.head.deferred import DeferredLogits, shadowed, without_head
+from npu_backend.families import families_of
+from npu_backend.head.deferred import DeferredLogits, place_of, shadowed, without_head
 from npu_backend.head.linear_log_prob import linear_log_prob
 from npu_backend.patches.engine import ENGINE, Row
 from npu_backend.patches.targets import MISSING, InstanceSlot, owner_of
@@ -34,6 +35,7 @@ _WRAPPERS = {  # of an output head: they pass the call on to one of the layers i
     ("peft.", "ModulesToSaveWrapper"),
     ("torch.nn", "ModuleDict"),
 }
+_OP = "ppo_head"
 _WHY = "the full logits of a long sequence do not fit into memory"
 
 
@@ -51,52 +53,82 @@ def patch_forward_with_backends(
         fused_kernels_backend: `torch`, `triton`, `liger` or `auto`; None means `torch`.
 
     Returns:
-        A report of one row: applied; disabled; or skipped with the reason, where the model has no output head, is an
-        encoder-decoder, or is already held by torch.compile.
+        A report of one row: applied; disabled, by `use_fused_kernels`, NPU_BACKEND_DISABLE or NPU_BACKEND_SKIP; or
+        skipped with the reason, where the model has no output head, is an encoder-decoder, or is already held by
+        torch.compile.
 
     Raises:
-        ConfigError: an unknown backend, or a boolean that is neither true nor false.
-        HeadInputError: the output head is not a plain linear layer (LoRA or quantisation on it), nor one that FSDP or
-            peft's `modules_to_save` wraps.
+        ConfigError: an unknown backend, a boolean that is neither true nor false, or an NPU_BACKEND_* variable.
+        BackendUnavailableError: the device that NPU_BACKEND_DEVICE names is not here.
+        HeadInputError: `model` is no model; its output head is not a plain linear layer (LoRA or quantisation on it),
+            nor one that FSDP or peft's `modules_to_save` wraps, or is not a submodule of it.
         PatchConflictError: this model already has another backend, or a forward that somebody else put on it.
         Nothing is changed when one of them is raised.
     """
     backend = "torch" if fused_kernels_backend is None else parse_backend(fused_kernels_backend)
     wanted = parse_bool(use_fused_kernels, "use_fused_kernels")
+    environment, where = read_environment(), str(device.detect())
+    if not isinstance(model, nn.Module):
+        raise HeadInputError(
+            f"patch_forward_with_backends: model must be a Hugging Face model (a torch.nn.Module), got {model!r}"
+        )
     model = getattr(model, "get_base_model", lambda: model)()
     slot = InstanceSlot(model, "forward")
     model_type = getattr(getattr(model, "config", None), "model_type", "")
-    row = Row(str(slot), "ppo_head", model_type, "npu_backend.head", "applied", f"backend {backend}", _WHY)
-    if not wanted:
-        reason = "fused head off: use_fused_kernels=False"
+    row = Row(str(slot), _OP, model_type, "npu_backend.head", "applied", f"backend {backend}", _WHY)
+
+    def report(status: str, **changes: str) -> PatchReport:
+        rows = (dataclasses.replace(row, **changes),)
+        return PatchReport(rows=rows, device=where, status=status, versions=device.versions())
+
+    reason = _disabled(environment, model_type) if wanted else "fused head off: use_fused_kernels=False"
+    if reason:
         log.info_rank0(f"npu-backend: {reason} ({row.target})")
-        return _report(dataclasses.replace(row, state="disabled", reason=reason), "nothing applied")
+        return report("nothing applied", state="disabled", reason=reason)
     reason = _unsuitable(model)
     if reason:
         log.warn_rank0(f"npu-backend: no fused head on {row.target}: {reason}")
-        return _report(dataclasses.replace(row, state="skipped", reason=reason), "nothing applied")
+        return report("nothing applied", state="skipped", reason=reason)
     with ENGINE.lock:
         if _already_has(slot, backend):
-            return _report(row, "already applied")
-        _output_head(model)
+            return report("already applied")
+        place_of(model, _output_head(model))
         attribute = InstanceSlot(model, BACKEND_ATTRIBUTE)
-        ENGINE.put(attribute, backend, dataclasses.replace(row, target=str(attribute)))
-        row = ENGINE.put(slot, types.MethodType(_forward_like(type(model).forward), model), row)
+        forward = types.MethodType(_forward_like(type(model).forward), model)
+        ENGINE.put(attribute, backend, dataclasses.replace(row, target=str(attribute)))  # nothing raises from here on
+        ENGINE.put(slot, forward, row)
     log.info_rank0(f"npu-backend: fused head on {row.target}: backend {backend}")
-    return _report(row, "applied")
+    return report("applied")
 
 
-def _report(row: Row, status: str) -> PatchReport:
-    return PatchReport(rows=(row,), device=str(device.detect()), status=status, versions=device.versions())
+def _disabled(environment: Environment, model_type: str) -> str:
+    """Which variable says that this model gets no fused head, or an empty string."""
+    if environment.disable:
+        return "NPU_BACKEND_DISABLE=1"
+    names = {_OP}
+    for family in families_of([model_type]):
+        names |= {family, f"{family}.{_OP}"}
+    skipped = sorted(names & set(environment.skip))
+    return f"NPU_BACKEND_SKIP={','.join(skipped)}" if skipped else ""
 
 
 def _unsuitable(model: nn.Module) -> str:
-    """Why this model keeps its forward, or an empty string."""
+    """Why this model keeps its forward, or an empty string.
+
+    Raises:
+        HeadInputError: it has an output head, but is no Hugging Face model.
+    """
     if "_orig_mod" in model._modules or getattr(model, "_compiled_call_impl", None) is not None:
         return "torch.compile already holds this model and would not see the patch; patch it before compiling it"
     if _embeddings(model) is None:
         return "no output head on this module (no lm_head: get_output_embeddings() gives None)"
-    if getattr(model.config, "is_encoder_decoder", False):
+    config = getattr(model, "config", None)
+    if config is None:
+        raise HeadInputError(
+            f"patch_forward_with_backends: {type(model).__name__} has an output head but no `config`, so it is no "
+            "Hugging Face model. Pass that model itself, or set use_fused_kernels=False"
+        )
+    if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder model: its labels are not shifted inputs"
     return ""
 
@@ -197,8 +229,7 @@ def _score(
             impl_backend=getattr(model, BACKEND_ATTRIBUTE),
         )
         assert entropy is not None  # it is computed unless one asks not to
-        # Copies, because they are views: an in-place operation on a view would lose the hook that FSDP2 puts on it.
-        return log_probs.clone(), entropy.clone()
+        return log_probs, entropy
 
     with ExitStack() as shadows:
         for layer in _layers(model, head):
@@ -290,7 +321,15 @@ def _layers(model: nn.Module, part: Any) -> list[nn.Linear]:
 @functools.cache
 def _output_class(base: type) -> type:
     """The model's own output class with two fields more; `logits` is None in it."""
+
+    def reduce(output: Any) -> tuple[Any, ...]:  # pickle looks a class up by its name, and this one has no place
+        return _rebuilt_output, (base, dict(output.items()))
+
     fields = [(name, "Any", dataclasses.field(default=None)) for name in ("log_probs", "entropy")]
-    return dataclasses.make_dataclass(
-        f"{base.__name__}ForPPO", fields, bases=(base,), namespace={"__module__": __name__}
-    )
+    namespace = {"__module__": __name__, "__reduce__": reduce}
+    return dataclasses.make_dataclass(f"{base.__name__}ForPPO", fields, bases=(base,), namespace=namespace)
+
+
+def _rebuilt_output(base: type, values: dict[str, Any]) -> Any:
+    """What a pickled or copied output comes back from."""
+    return _output_class(base)(**values)

@@ -115,10 +115,26 @@ class _StandIn:
         return getattr(self._head, name)
 
 
+def place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
+    """The module that holds the head, and the head's name in it.
+
+    Raises:
+        HeadInputError: the head is not registered in the model.
+    """
+    for owner in model.modules():
+        for name, child in owner._modules.items():
+            if child is head:
+                return owner, name
+    raise HeadInputError(
+        f"{type(model).__name__}: get_output_embeddings() gives a {type(head).__name__} that is not a submodule of "
+        "this model, so nothing can stand in its place. Register it (self.lm_head = ...), or set use_fused_kernels=False"
+    )
+
+
 @contextmanager
 def without_head(model: nn.Module, head: nn.Module) -> Iterator[None]:
     """Let the model's code find a stand-in where its output head is. Parameters and submodules stay as they are."""
-    owner, name = next((m, n) for m in model.modules() for n, child in m._modules.items() if child is head)
+    owner, name = place_of(model, head)
     with shadowed(owner, name, _StandIn(head)):
         yield
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import io
+import pickle
 import sys
 import types
 from typing import Any
@@ -203,3 +206,32 @@ def test_ligers_fused_cross_entropy_does_not_fight_the_head(
     output = model(input_ids=ids, labels=ids, use_cache=False)
     assert type(output).__name__.startswith("Liger")
     torch.testing.assert_close(output.log_probs, before)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy", "copy"])
+def test_outputs_travel_like_the_model_s_own(family: str, how: str) -> None:
+    """Between processes (a dataloader's, Ray's) and into files; their class is made at run time."""
+
+    def saved(output: Any) -> Any:
+        torch.save(output, buffer := io.BytesIO())
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)
+
+    ways: dict[str, Any] = {
+        "pickle": lambda output: pickle.loads(pickle.dumps(output)),
+        "torch.save": saved,
+        "deepcopy": copy.deepcopy,
+        "copy": copy.copy,
+    }
+    model = patched(family)
+    with torch.no_grad():
+        output = model(input_ids=tiny_models.tokens(2, 6), use_cache=False, output_hidden_states=True)
+    back = ways[how](output)
+    assert type(back) is type(output)
+    assert list(back) == list(output)
+    assert back.logits is None
+    assert len(back.hidden_states) == len(output.hidden_states)
+    for name in ("log_probs", "entropy"):
+        assert torch.equal(back[name], output[name])
+        assert back[name] is getattr(back, name)

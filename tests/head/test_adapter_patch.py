@@ -14,7 +14,8 @@ import torch
 from tiny_models import full_log_probs, one_thread, patched  # noqa: F401
 
 import npu_backend
-from npu_backend.errors import ConfigError, HeadInputError, PatchConflictError
+from npu_backend import device
+from npu_backend.errors import BackendUnavailableError, ConfigError, HeadInputError, PatchConflictError
 
 BACKEND = "_verl_fused_kernels_backend"
 
@@ -47,6 +48,84 @@ def test_an_unknown_backend_is_refused_before_anything_is_touched(enabled: bool)
         npu_backend.patch_forward_with_backends(model, "maybe")  # type: ignore[arg-type]
     assert_untouched(model)
     assert not npu_backend.patch_status().rows
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        ("NPU_BACKEND_FOO", "1", ConfigError),
+        ("NPU_BACKEND_SKIP", "lamma", ConfigError),
+        ("NPU_BACKEND_DISABLE", "perhaps", ConfigError),
+        ("NPU_BACKEND_DEVICE", "npu", BackendUnavailableError),
+    ],
+)
+def test_an_environment_that_means_nothing_here_changes_nothing(
+    variable: str, value: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value == "npu" and device.detect().type == "npu":
+        pytest.skip("there is an NPU")
+    model = tiny_models.build("qwen2")
+    with monkeypatch.context() as environment:
+        environment.setenv(variable, value)
+        with pytest.raises(error, match=variable):
+            npu_backend.patch_forward_with_backends(model, use_fused_kernels=True)
+    assert_untouched(model)
+    assert not npu_backend.patch_status().rows
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NPU_BACKEND_DISABLE", "1"),
+        ("NPU_BACKEND_SKIP", "ppo_head"),
+        ("NPU_BACKEND_SKIP", "llama"),
+        ("NPU_BACKEND_SKIP", "llama.ppo_head"),
+    ],
+)
+def test_the_environment_can_turn_the_head_off(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.build("llama")
+    monkeypatch.setenv(variable, value)
+    report = npu_backend.patch_forward_with_backends(model, use_fused_kernels=True)
+    assert [(row.state, row.reason) for row in report.rows] == [("disabled", f"{variable}={value}")]
+    assert (report.status, report.applied) == ("nothing applied", 0)
+    assert_untouched(model)
+    assert not npu_backend.patch_status().rows
+    monkeypatch.setenv("NPU_BACKEND_SKIP", "qwen3,llama.rms_norm")  # neither this family's head nor all heads
+    monkeypatch.delenv("NPU_BACKEND_DISABLE", raising=False)
+    assert npu_backend.patch_forward_with_backends(model, use_fused_kernels=True).applied == 1
+
+
+@pytest.mark.parametrize("what", [None, "x", torch.zeros(2), {}])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_is_not_a_model_is_refused(what: Any, enabled: bool) -> None:
+    with pytest.raises(HeadInputError, match=r"model must be a Hugging Face model .*got"):
+        npu_backend.patch_forward_with_backends(what, enabled)
+
+
+def test_a_module_with_a_head_but_no_config_is_refused() -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm_head = torch.nn.Linear(4, 8)
+
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return self.lm_head
+
+    model = Own()
+    with pytest.raises(HeadInputError, match=r"Own has an output head but no `config`.*use_fused_kernels=False"):
+        npu_backend.patch_forward_with_backends(model, use_fused_kernels=True)
+    assert_untouched(model)
+
+
+def test_a_head_that_is_not_registered_is_refused_before_and_after_the_patch() -> None:
+    model, late = tiny_models.build("qwen2"), patched()
+    head = torch.nn.Linear(32, tiny_models.VOCAB)
+    model.get_output_embeddings = late.get_output_embeddings = lambda: head
+    with pytest.raises(HeadInputError, match=r"Linear that is not a submodule.*use_fused_kernels=False"):
+        npu_backend.patch_forward_with_backends(model, use_fused_kernels=True)
+    assert_untouched(model)
+    with pytest.raises(HeadInputError, match="not a submodule"):
+        late(input_ids=tiny_models.tokens(1, 4))
 
 
 @pytest.mark.case("D39", "D17")
