@@ -155,6 +155,45 @@ def test_a_dtype_can_be_chosen(npu: fake_torch_npu.FakeTorchNpu) -> None:
         verify(model=tiny("llama"), dtype=torch.int32)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", torch.float8_e5m2, "int8", torch.int64, "nn", "nosuch", 3])
+def test_a_dtype_that_nothing_is_computed_in_is_refused(dtype: Any) -> None:
+    with pytest.raises(npu_backend.ConfigError, match="torch.float64"):
+        verify({"hf_config": {"model_type": "qwen3"}}, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("x", "got str: it has no config, get_input_embeddings"),
+        (torch.nn.Linear(2, 2), "got Linear: it has no config"),
+        ({"model_type": "qwen3"}, "got dict"),
+    ],
+)
+@pytest.mark.parametrize("model_config", [None, {"hf_config": {"model_type": "qwen3"}}])
+def test_what_is_no_model_of_transformers_is_refused_before_anything_is_applied(
+    npu: fake_torch_npu.FakeTorchNpu, model_config: Any, model: Any, why: str
+) -> None:
+    with pytest.raises(npu_backend.ConfigError, match=why):
+        verify(model_config, model=model)
+    assert npu_backend.patch_status().applied == 0
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "named"),
+    [
+        ({"hidden_size": 64}, "model_type"),
+        (3, "model_type"),
+        ({"model_type": "nosuch"}, "nosuch"),
+        ({"model_type": "qwen3", "layer_types": ["nope"]}, "layer_types"),
+        ({"model_type": "qwen3", "hidden_act": "nosuch"}, "nosuch"),
+    ],
+)
+def test_a_configuration_that_no_model_can_be_built_from_is_refused(hf_config: Any, named: str) -> None:
+    with pytest.raises(npu_backend.ConfigError, match=named):
+        verify({"hf_config": hf_config})
+    assert npu_backend.patch_status().applied == 0
+
+
 def test_on_a_plain_cpu_the_head_is_compared_and_the_rest_is_skipped_with_the_reason() -> None:
     report = verify({"hf_config": models.default_config("qwen3")})
     assert report.ok

@@ -7,13 +7,17 @@ the one asked for; the module's docstring is its help text. Exit status: 0 fine,
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 
 from npu_backend import __version__
 from npu_backend.errors import BackendUnavailableError, ConfigError, NPUBackendError
+
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
 
 
 def command_names() -> list[str]:
@@ -41,7 +45,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(command)
     args = command.parse_args(arguments[1:])
     try:
-        return int(module.run(args))
+        status = int(module.run(args))
+        _finish_output()
+        return status
     except NPUBackendError as error:
         print(f"npu-backend {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, BackendUnavailableError)) else 1
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        print(f"npu-backend {name}: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        return 2
+
+
+def _finish_output() -> None:
+    """Write what is buffered now, where an error can still be reported; Python has no stdout if it was closed."""
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "stdout is closed")
+    sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Send what stdout still buffers nowhere: Python would write it once more at exit, and complain again."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -40,13 +40,13 @@ def model_config(args: argparse.Namespace) -> dict[str, Any]:
     """The model_config that the options describe.
 
     Raises:
-        ConfigError: the file cannot be read, or nobody knows this model type.
+        ConfigError: the file cannot be read or means nothing, or nobody knows this model type.
     """
     config: dict[str, Any] = {}
     if args.config is not None:
         config = _from_file(Path(args.config))
     elif args.model_type is not None:
-        config = {"hf_config": _hf_config({"model_type": args.model_type})}
+        config = {"hf_config": _hf_config({"model_type": args.model_type}, "--model-type")}
     if args.use_liger:
         config["use_liger"] = True
     return config
@@ -58,44 +58,46 @@ def emit(report: Report, *, as_json: bool) -> None:
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    content = _read(path)
+    where = f"--config {path}"
+    content = _read(path, where)
     if "model_type" in content:  # a model's config.json
-        return {"hf_config": _hf_config(content)}
+        return {"hf_config": _hf_config(content, where)}
     part = content.get("actor_rollout_ref", content)  # verl's whole configuration
     model = part.get("model", part) if isinstance(part, Mapping) else part
     if not isinstance(model, Mapping):
-        raise ConfigError(f"--config {path}: actor_rollout_ref.model must be a mapping, got {type(model).__name__}")
+        raise ConfigError(f"{where}: actor_rollout_ref.model must be a mapping, got {type(model).__name__}")
     config = dict(model)
-    if isinstance(config.get("hf_config"), Mapping):
-        config["hf_config"] = _hf_config(config["hf_config"])
-    elif config.get("path"):
-        config["hf_config"] = _hf_config(_read(Path(str(config["path"])).expanduser() / "config.json"))
+    given, folder = config.get("hf_config"), config.get("path")
+    if given is not None:
+        config["hf_config"] = _hf_config(given, f"{where}: hf_config")
+    elif folder:
+        file = Path(str(folder)).expanduser() / "config.json"
+        config["hf_config"] = _hf_config(_read(file, f"{where}: path"), str(file))
     return config
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path, where: str) -> Mapping[str, Any]:
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date that does not exist
+        raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{path} must hold a mapping, got {type(content).__name__}")
+        raise ConfigError(f"{where}: {path} must hold a mapping, got {type(content).__name__}")
     return content
 
 
-def _hf_config(content: Mapping[str, Any]) -> Any:
+def _hf_config(content: Any, where: str) -> Any:
     """A configuration object; only its model type where this transformers lacks a family that we know."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    name = content.get("model_type")
+    from npu_backend.verification.models import config_of
+
+    name = content.get("model_type") if isinstance(content, Mapping) else None
+    if isinstance(name, str) and name in families.FAMILIES and name not in CONFIG_MAPPING:
+        return {"model_type": name}
     try:
-        return AutoConfig.for_model(**content)
-    except ValueError as error:
-        if name in families.FAMILIES:
-            return {"model_type": name}
-        raise ConfigError(
-            f"model type {name!r} is unknown to this release of transformers; known to npu-backend: "
-            f"{', '.join(families.FAMILIES)}"
-        ) from error
+        return config_of(content)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -24,6 +24,7 @@ from npu_backend.verification import models
 from npu_backend.verification.replay import Call, Comparison, compare, recording
 
 TINY_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OWN_DTYPE: tuple[torch.dtype | None, ...] = (None,)
 
 
@@ -47,9 +48,13 @@ def verify(model_config: Any = None, *, model: Any = None, dtype: torch.dtype | 
         `skipped`.
 
     Raises:
-        ConfigError, PatchConflictError, PatchTargetError, BackendUnavailableError: as `apply_npu_fsdp_patches`.
+        ConfigError: `model` is not a model of transformers, `dtype` is none of float16, bfloat16, float32 and
+            float64, no model can be built from `hf_config`, or as `apply_npu_fsdp_patches`.
+        PatchConflictError, PatchTargetError, BackendUnavailableError: as `apply_npu_fsdp_patches`.
     """
     dtypes = _dtypes(dtype, built=model is None)
+    if model is not None:
+        _check_is_hf_model(model)
     if model is not None and model_config is None and not _in_force():
         model_config = {"hf_config": model.config}
     with _patched(model_config) as report:
@@ -65,9 +70,20 @@ def _dtypes(dtype: torch.dtype | str | None, *, built: bool) -> Sequence[torch.d
     if dtype is None:
         return TINY_DTYPES if built else _OWN_DTYPE
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"verify: dtype {dtype!r} is not a floating-point dtype; use float32, bfloat16 or float16")
+    if found not in _DTYPES:
+        raise ConfigError(f"verify: dtype {dtype!r} is not one of {', '.join(map(str, _DTYPES))}")
     return (found,)
+
+
+def _check_is_hf_model(model: Any) -> None:
+    needed = ("config", "get_input_embeddings", "get_output_embeddings")
+    missing = [name for name in needed if not hasattr(model, name)]
+    if not isinstance(model, nn.Module) or missing:
+        why = f"it has no {', '.join(missing)}" if missing else "it is no torch.nn.Module"
+        raise ConfigError(
+            f"verify: model must be a language model of transformers, got {type(model).__name__}: {why}. To name one, "
+            "give model_config={'hf_config': ...} instead"
+        )
 
 
 def _in_force() -> bool:

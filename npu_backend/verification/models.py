@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from npu_backend import families
 from npu_backend.errors import ConfigError
 from npu_backend.patches.engine import Change
 from npu_backend.patches.targets import ItemSlot
@@ -67,7 +68,7 @@ def tiny_model(hf_config: Any) -> nn.Module:
     """A two-layer float32 model with the structure of `hf_config` on the CPU, its weights the same every time.
 
     Raises:
-        ConfigError: transformers has no causal language model for this configuration.
+        ConfigError: transformers has no causal language model for this configuration, or cannot build it.
     """
     import transformers
 
@@ -77,7 +78,7 @@ def tiny_model(hf_config: Any) -> nn.Module:
         if factory is not None and type(config) in factory._model_mapping:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model: nn.Module = factory.from_config(config)
+                model = _built(factory, config)
                 for parameter in model.parameters():  # norms start at 1 or 0, biases at 0: a fault there would not show
                     parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
             return model.train()
@@ -87,23 +88,55 @@ def tiny_model(hf_config: Any) -> nn.Module:
     )
 
 
+def _built(factory: Any, config: Any) -> nn.Module:
+    try:
+        model: nn.Module = factory.from_config(config)
+    except Exception as error:
+        raise ConfigError(f"transformers cannot build a small {config.model_type} model: {_one_line(error)}") from error
+    return model
+
+
 def default_config(model_type: str, **settings: Any) -> Any:
     """The configuration that transformers gives a model type by default, with these settings.
 
     Raises:
-        ConfigError: this release of transformers does not know it.
+        ConfigError: as `config_of`.
     """
-    from transformers import AutoConfig
+    return config_of({"model_type": model_type, **settings})
 
+
+def config_of(content: Any) -> Any:
+    """The configuration object that transformers makes of what a config.json holds.
+
+    Raises:
+        ConfigError: this is no mapping with a model type, this release of transformers does not know the type, or it
+            refuses another value.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    name = content.get("model_type") if isinstance(content, Mapping) else None
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"a model's configuration is a mapping with a model_type such as 'qwen3', not {content!r:.80}"
+        )
+    if name not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model type {name!r} is unknown to this release of transformers; known to npu-backend: "
+            f"{', '.join(families.FAMILIES)}"
+        )
     try:
-        return AutoConfig.for_model(model_type, **settings)
-    except ValueError as error:
-        raise ConfigError(f"model type {model_type!r} is unknown to this release of transformers") from error
+        return AutoConfig.for_model(**content)
+    except Exception as error:  # errors of many kinds; their text names the key
+        raise ConfigError(f"transformers refuses this configuration of {name}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def shrunk(hf_config: Any) -> Any:
     """A copy of a configuration with small sizes, also in its sub-configurations."""
-    config = default_config(**hf_config) if isinstance(hf_config, Mapping) else copy.deepcopy(hf_config)
+    config = config_of(hf_config) if isinstance(hf_config, Mapping) else copy.deepcopy(hf_config)
     for part in _parts(config):
         for name, size in _SIZES.items():
             if getattr(part, name, None) is not None:

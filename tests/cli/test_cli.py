@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import fake_torch_npu
 import pytest
+import transformers
 
 import npu_backend
 from npu_backend import cli
@@ -117,6 +119,17 @@ def test_plan_reads_every_kind_of_configuration_file(
         ("{", "cannot be read"),
         ("actor_rollout_ref: {model: 3}\n", "mapping"),
         ("path: /no/such/folder\n", "/no/such/folder"),
+        ("actor_rollout_ref: {model: {hf_config: 3}}\n", "hf_config"),
+        ("model: {hf_config: {hidden_size: 64}}\n", "model_type"),
+        ("released: 2025-13-40\n", "cannot be read"),
+        ("", "mapping"),
+        ("3", "mapping"),
+        ("model_type: [a]\n", "model_type"),
+        ("model_type:\n", "model_type"),
+        ("{model_type: qwen3, 1: 2}\n", "keywords must be strings"),
+        ("{model_type: qwen3, layer_types: [nope]}\n", "layer_types"),
+        ("{model_type: qwen3, layer_types: 3}\n", "refuses"),
+        ("{model_type: nosuch}\n", "nosuch"),
     ],
 )
 def test_a_configuration_that_means_nothing_is_bad_use(
@@ -127,7 +140,34 @@ def test_a_configuration_that_means_nothing_is_bad_use(
     status, _, error = run(capsys, "plan", "--config", str(file))
     assert status == 2
     assert named in error
+    assert str(file) in error or "model_config." in error
     assert "Traceback" not in error
+
+
+@pytest.mark.case("A36")
+@pytest.mark.parametrize("key", ["hidden_size", "rope_parameters"])
+def test_a_value_that_this_transformers_refuses_is_bad_use(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str
+) -> None:
+    """transformers 5 checks the types of a configuration with errors of its own kind, 4 does not."""
+    wrong = {"model_type": "qwen3", key: "abc"}
+    if transformers.__version__.startswith("4."):
+        pytest.skip("this transformers takes anything")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(wrong))
+    for command in ("plan", "verify"):
+        status, _, error_text = run(capsys, command, "--config", str(file))
+        assert status == 2
+        assert key in error_text
+        assert str(file) in error_text
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_an_unknown_model_type_is_bad_use_in_every_command(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    status, out, error = run(capsys, command, "--model-type", "nosuch")
+    assert status == 2
+    assert "--model-type: model type 'nosuch' is unknown" in error
+    assert not out
 
 
 def test_an_environment_that_means_nothing_is_bad_use(
@@ -152,7 +192,14 @@ def test_verify_compares_the_head_where_no_operator_can_be_patched(capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--all", "--model-type", "qwen3"], ["--model-type", "qwen3", "--dtype", "int8"]]
+    "arguments",
+    [
+        [],
+        ["--all", "--model-type", "qwen3"],
+        ["--model-type", "qwen3", "--dtype", "int8"],
+        ["--model-type", "qwen3", "--dtype", "float8_e4m3fn"],
+        ["--model-type", "qwen3", "--dtype", "nn"],
+    ],
 )
 def test_verify_of_nothing_or_of_two_things_is_bad_use(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -160,6 +207,36 @@ def test_verify_of_nothing_or_of_two_things_is_bad_use(
     status, _, error = run(capsys, "verify", *arguments)
     assert status == 2
     assert error
+
+
+def test_a_model_that_transformers_cannot_build_is_bad_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "qwen3", "hidden_act": "nosuch"}')
+    status, _, error = run(capsys, "verify", "--config", str(file))
+    assert status == 2
+    assert "nosuch" in error
+
+
+# -- output that cannot be written ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stdout", ["/dev/full", "a closed pipe", "nothing"])
+def test_output_that_cannot_be_written_is_one_line_on_stderr(stdout: str) -> None:
+    command = [sys.executable, "-m", "npu_backend", "plan"]
+    if stdout == "nothing":
+        command = ["sh", "-c", '"$@" >&-', "sh", *command]
+        found = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    elif stdout == "/dev/full":
+        with Path(stdout).open("w") as full:
+            found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+        found = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+        os.close(writing)
+    assert found.returncode == 2
+    assert found.stderr.startswith("npu-backend plan: the output cannot be written")
+    assert found.stderr.count("\n") == 1
 
 
 # -- demo -------------------------------------------------------------------------------------------------------------

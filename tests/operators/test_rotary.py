@@ -206,7 +206,7 @@ def test_one_head_or_one_token_has_none_of_the_limits_of_bnsd(
     given = {name: normal(batch, seq, n, head_dim, seed=n, dtype=torch.bfloat16) for name, n in sizes.items()}
     given = {name: t.transpose(1, 2) for name, t in given.items()}
     if not bsnd_memory:
-        given["k"] = given["k"].contiguous()
+        given["k"] = given["k"].clone(memory_format=torch.contiguous_format)
     given |= {name: t[:, :seq] for name, t in angles(head_dim, torch.bfloat16, 1).items()}
     exact.assert_parity(rotary.standard(original, context), original, reference, given)
     assert counters.calls() == {"rotary": 2}

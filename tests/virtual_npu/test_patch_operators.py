@@ -110,6 +110,25 @@ def test_rotary(rotary_dim: int, bsnd_memory: bool, q: torch.dtype, cos: torch.d
     assert counters.calls() == {"rotary": 2}
 
 
+@pytest.mark.case("B02")
+def test_rotary_of_multi_query_decode() -> None:
+    """One head and one token: in both orders, so without the limits of BNSD."""
+    original = importlib.import_module("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
+
+    def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return exact.rotary(q, cos[:, None], sin[:, None]), exact.rotary(k, cos[:, None], sin[:, None])
+
+    half = normal(9, 1, 36, seed=3)
+    angle = torch.cat((half, half), -1).bfloat16()
+    given = {
+        name: normal(9, 1, heads, 72, dtype=torch.bfloat16).transpose(1, 2) for name, heads in (("q", 2), ("k", 1))
+    }
+    given |= {"cos": angle.cos(), "sin": angle.sin()}
+    exact.assert_parity(rotary.standard(original, CONTEXT), original, reference, given, device=NPU)
+    assert counters.calls() == {"rotary": 2}
+    assert counters.fallbacks() == {}
+
+
 @pytest.mark.case("B01", "B16")
 @pytest.mark.parametrize("out_in", [True, False])
 @pytest.mark.parametrize("probs", DTYPES)
