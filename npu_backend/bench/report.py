@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import platform
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from npu_backend.bench.contestants import Contestant
 from npu_backend.bench.measure import Result
-from npu_backend.errors import BackendUnavailableError
+from npu_backend.errors import BackendUnavailableError, ConfigError
 
 _MODES = {
     "no_grad": "forward without gradients",
@@ -53,6 +54,26 @@ def document(about: dict[str, Any], results: list[Result]) -> dict[str, Any]:
         return [finite(item) for item in value] if isinstance(value, list) else value
 
     return dict(finite({**about, "results": [result.to_dict() for result in results]}))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A document that `bench --output` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"bench --read {path}: cannot be read as JSON: {error}") from error
+    try:
+        to_text(found)
+        known = bool(found["results"])
+    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        known = False
+    if not known:
+        raise ConfigError(f"bench --read {path}: this is not a document that bench --output wrote")
+    return dict(found)
 
 
 def to_text(found: dict[str, Any]) -> str:

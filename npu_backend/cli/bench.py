@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from npu_backend.errors import ConfigError
 
 _SHAPES = {
-    "cuda": ["16384,1024,151936", "8192,4096,151936", "32768,2560,151936"],
-    "npu": ["8192,1024,151936"],
-    "cpu": ["128,64,4096"],
+    "cuda": [(16384, 1024, 151936), (8192, 4096, 151936), (32768, 2560, 151936)],
+    "npu": [(8192, 1024, 151936)],
+    "cpu": [(128, 64, 4096)],
 }
 
 
@@ -34,12 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, and exit 0; 1 if a head that is ours failed."""
+    """Measure, print, and exit 0; 1 if a head that is ours failed.
+
+    Raises:
+        ConfigError: an option has no meaning, or a file cannot be read or written. Measuring takes long, so this is
+            found out before.
+        BackendUnavailableError: a plot is wanted without matplotlib.
+    """
     from npu_backend.bench import report
 
+    _check(args)
     if args.plot is not None:
         report.check_plot()
-    found = json.loads(args.read.read_text(encoding="utf-8")) if args.read is not None else _measure(args)
+    found = report.read(args.read) if args.read is not None else _measure(args)
     if args.output is not None:
         args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:
@@ -48,12 +56,26 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(name.startswith("npu-backend") for result in found["results"] for name in result["failures"]) else 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    for option, count in (("--rounds", args.rounds), ("--error-rows", args.error_rows)):
+        if count < 1:
+            raise ConfigError(f"{option} {count}: at least one")
+    if not 0 <= args.silent < 1:
+        raise ConfigError(f"--silent {args.silent}: a share of the rows from 0 up to, but not including, 1")
+    if args.free_gib is not None and not 0 < args.free_gib < float("inf"):
+        raise ConfigError(f"--free-gib {args.free_gib}: a positive number of GiB")
+    for option, file in (("--output", args.output), ("--plot", args.plot)):
+        if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+            raise ConfigError(f"{option} {file}: no file can be written there; name one in a folder that exists")
+
+
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from npu_backend import device as devices
     from npu_backend.bench import contestants, measure, report
 
+    shapes = [_parse_shape(text) for text in args.shape or ()]
     found = devices.detect()
     device = torch.device(found.type)
     heads, absent = contestants.find(device)
@@ -62,8 +84,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--only {args.only!r} matches no head that can run here")
     about = report.describe(device, str(found), heads, absent)
     results = []
-    for text in args.shape or _SHAPES[found.type]:
-        rows, hidden, vocab = _parse_shape(text)
+    for rows, hidden, vocab in shapes or _SHAPES[found.type]:
         case = measure.Case(rows, hidden, vocab, args.silent, getattr(torch, args.dtype))
         bench = measure.Bench(case, device)
         with measure.only_free(device, args.free_gib):
