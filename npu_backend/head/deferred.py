@@ -127,7 +127,8 @@ def place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
                 return owner, name
     raise HeadInputError(
         f"{type(model).__name__}: get_output_embeddings() gives a {type(head).__name__} that is not a submodule of "
-        "this model, so nothing can stand in its place. Register it (self.lm_head = ...), or set use_fused_kernels=False"
+        "this model, so nothing can stand in its place. Register it (self.lm_head = ...), or set "
+        "use_fused_kernels=False"
     )
 
 

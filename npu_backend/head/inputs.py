@@ -7,7 +7,7 @@ traces, and inside `trusted_values()`.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +23,7 @@ from npu_backend.head import sharded, vocab_parallel
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_TINY = torch.finfo(torch.float32).tiny  # of what is smaller the kernels would take the inverse, and find infinity
 IGNORED = -1  # the label of an ignored row, inside the head
 
 _trusted: ContextVar[bool] = ContextVar("npu_backend_trusted_values", default=False)
@@ -87,6 +88,7 @@ def prepare(
     Raises:
         HeadInputError: names the argument, what is wrong with it, and the fix.
     """
+    _check_no_transform()
     _check_tensor("hidden_states", hidden_states, _FLOATS)
     _check_tensor("vocab_weights", vocab_weights, _FLOATS, hidden_states.device)
     _check_tensor("labels", labels, _INTEGERS, hidden_states.device)
@@ -148,12 +150,25 @@ def _check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], device
             f"{name} is a DTensor, but the head computes with this rank's own rows. "
             f"Pass {name}.to_local(), or full_tensor() where every rank shall compute all rows"
         )
+    if value.is_nested or value.layout != torch.strided:
+        got, dense = ("a nested one", "to_padded_tensor(0.0)") if value.is_nested else (value.layout, "to_dense()")
+        raise _error(f"{name} must be a dense tensor, got {got}; pass {name}.{dense}")
+    if device is None and value.device.type == "meta":
+        raise _error(f"{name} is on the meta device and has no values to compute with; move it to a real device")
     if value.dtype not in dtypes:
         kind = "a floating-point" if dtypes is _FLOATS else "an integer"
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise _error(f"{name} must have {kind} dtype ({known}), got {value.dtype}")
     if device is not None and value.device != device:
         raise _error(f"{name} is on {value.device}, but hidden_states is on {device}; move one of them")
+
+
+def _check_no_transform() -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise _error(
+            "torch.func and torch.vmap cannot transform the head, which works through its rows in chunks of its own. "
+            "Use torch.autograd.grad for gradients, and one call with all rows instead of vmap"
+        )
 
 
 def _check_gathered(weight: Tensor) -> None:
@@ -185,7 +200,8 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    # By comparison: torch.compile makes a symbol of a float that changes, and cannot trace math.isfinite of one.
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max  # type: ignore[operator]
 
 
 def _temperature(temperature: float | Tensor | None, labels: Tensor) -> tuple[float, Tensor | None]:
@@ -197,8 +213,8 @@ def _temperature(temperature: float | Tensor | None, labels: Tensor) -> tuple[fl
         if temperature.dim() or temperature.device.type != "cpu" or torch.compiler.is_compiling():
             return 1.0, rows
         temperature = temperature.item()  # a number already on the host
-    if not (_is_finite(temperature) and temperature > 0):
-        raise _error(f"temperature must be a finite number above 0, got {temperature!r}")
+    if not (_is_finite(temperature) and temperature >= _TINY):
+        raise _error(f"temperature must be a finite number above 0 (at least {_TINY:.3g}), got {temperature!r}")
     return float(temperature), None
 
 
@@ -226,7 +242,7 @@ def _check_values(
     # `>` of booleans is "and not". Few small kernels: nothing else runs on the device before this is answered.
     bad = bad_labels = ((labels < 0) | (labels >= vocab_size)) > ignored
     if temperatures is not None:
-        bad_temperatures = ~(torch.isfinite(temperatures) & (temperatures > 0))
+        bad_temperatures = ~(torch.isfinite(temperatures) & (temperatures >= _TINY))
         bad = bad_labels | bad_temperatures
     worst = int(ignored.byte().add_(bad, alpha=2).max()) if labels.numel() else 0  # 1: ignored, 2: bad, 3: both
     if worst < 2:
@@ -242,5 +258,5 @@ def _check_values(
     row = int(bad_temperatures.nonzero()[0])
     raise _error(
         f"temperature[{row}] = {float(temperatures[row])} (counted in the flattened temperature) is not a finite "
-        "number above 0"
+        f"number above 0 (at least {_TINY:.3g})"
     )

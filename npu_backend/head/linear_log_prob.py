@@ -10,7 +10,7 @@ temperature; temperature=1.0 gives the model's own, unscaled ones, which is what
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from npu_backend.head import backends, inputs, liger, rows_eager, sharded, trito
 from npu_backend.head.chunked import ChunkedHead, Plan
 
 DEFAULT_CHUNK_ROWS = 512
+_LARGEST_GIB = sys.float_info.max / 2**30
 
 
 class LinearLogProbOutput(NamedTuple):
@@ -238,8 +239,9 @@ def _cache_bytes(logits_cache_gib: float | str | None) -> int | None:
     if logits_cache_gib is None or logits_cache_gib == "auto":
         return None
     number = isinstance(logits_cache_gib, (int, float)) and not isinstance(logits_cache_gib, bool)
-    if not number or not 0 <= float(logits_cache_gib) < math.inf:
+    if not number or not 0 <= logits_cache_gib <= _LARGEST_GIB:  # type: ignore[operator]
         raise HeadInputError(
-            f"linear_log_prob: logits_cache_gib must be 'auto' or a number of GiB, 0 or more, got {logits_cache_gib!r}"
+            "linear_log_prob: logits_cache_gib must be 'auto' or a number of GiB, 0 or more (and a number of bytes "
+            f"that a float can hold), got {logits_cache_gib!r}"
         )
     return int(float(logits_cache_gib) * 2**30)

@@ -186,3 +186,18 @@ def test_compiles_without_a_graph_break(options: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(case)[0], expected["log_probs"])
     torch.compiler.reset()
+
+
+@pytest.mark.case("D30")
+@pytest.mark.parametrize("option", ["temperature", "softcap", "logit_scale"])
+def test_compiled_code_takes_a_second_number(option: str) -> None:
+    """The second float makes torch.compile trace a symbol, which can be compared, but has no math.isfinite."""
+    torch.compiler.reset()
+    case = head_case(20, hidden_size=16, vocab_size=50)
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    for number in (0.7, 0.9, 1.3):
+        given = replace(case, **{option: number})
+        expected = run_head(given, head)
+        for name, value in run_head(given, compiled).items():
+            torch.testing.assert_close(value, expected[name])
+    torch.compiler.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,20 @@ def test_temperature_that_is_not_finite_and_positive(bad: float) -> None:
     vector[13] = bad
     with pytest.raises(HeadInputError, match=r"temperature\[13\]"):
         head(head_case(20, temperature=vector))
+
+
+@pytest.mark.parametrize("bad", [1e-40, 1e-320, 10**400])
+def test_temperature_that_float32_cannot_divide_by(bad: float) -> None:
+    """Subnormal numbers: the scores would be infinite, and all results NaN."""
+    with pytest.raises(HeadInputError, match=r"temperature must be a finite number above 0 \(at least 1\.18e-38\)"):
+        head(head_case(20, temperature=bad))
+    if bad < 1:
+        for dtype in (torch.float32, torch.float64):
+            vector = torch.ones(20, dtype=dtype)
+            vector[13] = bad
+            with pytest.raises(HeadInputError, match=r"temperature\[13\] .*at least 1\.18e-38"):
+                head(head_case(20, temperature=vector))
+    head(head_case(20, temperature=torch.finfo(torch.float32).tiny))
 
 
 @pytest.mark.parametrize("bad", ["1.0", True, [1.0], {}, 1j])
@@ -194,6 +209,17 @@ _BAD = {
     "labels reshaped": ({"labels": torch.zeros(2, 5, dtype=torch.int64)}, r"labels must be \[10\].*got \[2, 5\]"),
     "labels floats": ({"labels": torch.zeros(10)}, "labels must have an integer dtype"),
     "labels booleans": ({"labels": torch.zeros(10, dtype=torch.bool)}, "labels must have an integer dtype"),
+    "all on meta": (
+        {
+            "hidden": torch.zeros(10, 64, device="meta"),
+            "weight": torch.zeros(101, 64, device="meta"),
+            "labels": torch.zeros(10, dtype=torch.int64, device="meta"),
+        },
+        "hidden_states is on the meta device",
+    ),
+    "weight sparse": ({"weight": torch.zeros(101, 64).to_sparse()}, r"dense tensor.*sparse.*weights\.to_dense"),
+    "weight sparse rows": ({"weight": torch.zeros(101, 64).to_sparse_csr()}, r"dense tensor.*weights\.to_dense"),
+    "hidden nested": ({"hidden": torch.nested.nested_tensor([torch.zeros(10, 64)])}, "got a nested one"),
     "labels elsewhere": ({"labels": torch.zeros(10, dtype=torch.int64, device="meta")}, "labels is on meta"),
     "bias too short": ({"bias": torch.zeros(100)}, r"bias must be \[V\] = \[101\].*got \[100\]"),
     "bias integers": ({"bias": torch.zeros(101, dtype=torch.int64)}, "bias must have a floating-point"),
@@ -244,7 +270,18 @@ def test_one_host_synchronisation_and_none_for_trusted_values(temperature: float
         head(replace(case, labels=case.labels + 101))  # the checks are back
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "big", True])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap, torch.func.jacrev, torch.func.jacfwd])
+def test_function_transforms_are_refused_by_name(transform: Callable[..., Callable[..., object]]) -> None:
+    case = head_case(10)
+
+    def total(hidden: torch.Tensor) -> torch.Tensor:
+        return head(replace(case, hidden=hidden))[0].sum()
+
+    with pytest.raises(HeadInputError, match=r"torch\.func and torch\.vmap.*torch\.autograd\.grad"):
+        transform(total)(case.hidden)
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), 1e300, 10**400, "big", True])
 def test_logits_cache_of_a_wrong_value(bad: object) -> None:
     case = head_case(10)
     with pytest.raises(HeadInputError, match="logits_cache_gib must be"):
