@@ -1,4 +1,4 @@
-"""Run the repository's checks one after the other, all of them even when one fails, and sum them up.
+"""Run the repository's checks, two side by side, all of them even when one fails, and sum them up.
 
     .venv/bin/python .ci/checks.py lint | test | test-all
 
@@ -10,16 +10,23 @@ status 1 if there is any.
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
 REPORTS = Path("build/reports")
 MAIN, TRANSFORMERS4 = ".venv/bin/python", ".venv-tf4/bin/python"
+AT_ONCE = 2  # steps that run side by side, each on one core
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # the tests' models are too small to share among cores
+PRINTING = threading.Lock()
 APART = ("--ignore=tests/virtual_npu", "--ignore=tests/packaging")  # each is a run of its own
 
 
@@ -34,10 +41,15 @@ class Step:
     counts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Run the command and note its result."""
-        print(f"\n=== {self.name}: {' '.join(self.command)}", flush=True)
+        """Run the command, print its output when it has ended, and note its result."""
+        print(f"--- {self.name} starts", flush=True)
         start = time.monotonic()
-        status = subprocess.call(self.command, stdin=subprocess.DEVNULL)
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            where = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            status = subprocess.call(self.command, env={**os.environ, **ONE_THREAD}, **where)
+            output.seek(0)
+            with PRINTING:
+                print(f"\n=== {self.name}: {' '.join(self.command)}\n{output.read()}", flush=True)
         self.counts = read_counts(self.report) if self.report else {}
         if status and not self.counts.get("failed"):
             self.counts["failed"] = 1
@@ -97,8 +109,8 @@ def main(what: str) -> int:
         steps += test_steps(slow=what == "test-all")
     for old in REPORTS.glob("*.xml"):
         old.unlink()
-    for step in steps:
-        step.run()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(Step.run, steps))
     print("\n" + "\n".join(f"{step.name:28} {step.result}" for step in steps))
     total = {name: sum(step.counts.get(name, 0) for step in steps) for name in ("passed", "failed", "skipped")}
     if what != "lint":
