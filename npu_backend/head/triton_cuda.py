@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def log_prob_and_entropy(
 
     capturing = given.hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     if cache_bytes is None:
-        cache_bytes = 0 if capturing else _free_share(given, dtype)
+        cache_bytes = 0 if capturing or _saved_tensors_are_hooked() else _free_share(given, dtype)
     columns = _cache_columns(given, dtype, cache_bytes)
     _report(f"PPO head: keeps the scores of {columns} of {given.weight.shape[0]} vocabulary entries for backward")
     plan = TilePlan(
@@ -130,6 +131,14 @@ def _cache_columns(given: HeadInputs, dtype: torch.dtype, cache_bytes: int) -> i
     if cache_bytes >= padded_columns(vocab) * column_bytes:
         return vocab
     return cache_bytes // column_bytes // _COLUMN_ALIGN * _COLUMN_ALIGN
+
+
+def _saved_tensors_are_hooked() -> bool:
+    """Whether checkpoint or offloading takes what is saved: kept scores would be computed twice or go to the host, and
+    checkpoint wants the same shapes the second time, when another amount of memory is free.
+    """
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+    return top(True) is not None
 
 
 def _free_share(given: HeadInputs, dtype: torch.dtype) -> int:

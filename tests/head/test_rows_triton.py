@@ -15,6 +15,7 @@ import pytest
 import torch
 from references import HeadCase, assert_head_matches, full_logits_head, head_case, run_head
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from npu_backend.errors import NPUBackendError
 from npu_backend.head import inputs, triton_cuda
@@ -40,9 +41,9 @@ def test_in_tritons_interpreter() -> None:
 
 
 def triton_head(
-    *, cache: float = 0.0, compact: bool = True, calculate_entropy: bool = True
+    *, cache: float | None = 0.0, compact: bool = True, calculate_entropy: bool = True
 ) -> Callable[[HeadCase], tuple[Tensor, Tensor | None]]:
-    """The head on DEVICE; `cache` is the share of the scores that may be kept."""
+    """The head on DEVICE; `cache` is the share of the scores that may be kept, None for `auto`."""
 
     def head(case: HeadCase) -> tuple[Tensor, Tensor | None]:
         def there(value):
@@ -60,7 +61,7 @@ def triton_head(
         )
         dtype = torch.promote_types(case.hidden.dtype, case.weight.dtype)
         padded = -(-given.weight.shape[0] // 256) * 256
-        cache_bytes = int(cache * padded * case.labels.numel() * dtype.itemsize)
+        cache_bytes = None if cache is None else int(cache * padded * case.labels.numel() * dtype.itemsize)
         with triton_cuda.row_compaction(compact):
             log_probs, entropy = triton_cuda.log_prob_and_entropy(
                 given, dtype, calculate_entropy=calculate_entropy, cache_bytes=cache_bytes
@@ -292,3 +293,16 @@ def test_gradients_come_in_each_tensors_own_dtype(hidden: torch.dtype, weight: t
     exact = run_head(case.to(torch.float64), full_logits_head)
     for name in ("grad_hidden", "grad_weight"):
         torch.testing.assert_close(got[name].double(), exact[name], rtol=2e-2, atol=2e-2)
+
+
+@here
+@pytest.mark.parametrize("cache", [0.0, 0.4, 1.0, None])
+def test_checkpoint_changes_no_bit(cache: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It unpacks saved tensors once; with `auto` (None) another amount of memory is free when it recomputes."""
+    free = iter([GIB, 0])
+    monkeypatch.setattr(triton_cuda, "_free_share", lambda *_: next(free))
+    head = triton_head(cache=cache)
+    case = head_case(11, vocab_size=1003)
+    expected = run_head(case, triton_head(cache=cache or 0.0))
+    for name, value in run_head(case, lambda given: checkpoint(head, given, use_reentrant=False)).items():
+        assert torch.equal(value, expected[name]), name
