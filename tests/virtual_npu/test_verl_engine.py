@@ -1,6 +1,6 @@
 """verl's own FSDPEngine, unmodified, trains with our plugin exactly as stock verl does without fused kernels.
 
-Each case is a run of `verl_engine.py` on virtual NPUs (arithmetic by the CPU); verl sees `npu` and passes its own guard.
+Each case is a run of `verl_engine.py` on virtual NPUs (arithmetic by the CPU), where verl sees `npu`.
 """
 
 from __future__ import annotations

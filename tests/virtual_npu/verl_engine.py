@@ -137,7 +137,7 @@ def as_verl(tensors: dict[str, torch.Tensor], **meta: Any) -> Any:
     part = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     proto = DataProto.from_single_dict({k: v[part] for k, v in tensors.items()}, meta_info={"temperature": 0.8, **meta})
     data = left_right_2_no_padding(proto.to_tensordict())
-    if "loss_mask" not in data.keys():
+    if "loss_mask" not in data.keys():  # noqa: SIM118
         data["loss_mask"] = data["response_mask"]
     tensordict_utils.assign_non_tensor(
         data,
