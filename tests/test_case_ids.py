@@ -9,9 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 
 # Cases whose feature is not built yet; a test for one of them takes it off this list.
-LATER = set(
-    "D33 C01 C02 C03 C04 C05 C07 C11 C12 C13 C14 E01 E03 E04 E05 E06 E07 E08 E09 E10".split()
-)
+LATER = set("D33 C01 C02 C03 C04 C05 C07 C11 C12 C13 C14 E01 E03 E04 E05 E06 E07 E08 E09 E10".split())
 
 
 def claimed_cases() -> dict[str, set[str]]:
