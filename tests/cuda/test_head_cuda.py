@@ -8,6 +8,8 @@ import pytest
 import torch
 from references import assert_head_matches, full_logits_head, head_case, run_head
 
+pytest.importorskip("triton")
+
 from npu_backend import linear_log_prob
 from npu_backend.head import backends, gemm_stats_cuda, inputs, triton_cuda
 

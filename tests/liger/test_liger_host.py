@@ -52,7 +52,7 @@ def liger_made_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[
 
     yield make
     for name in [n for n in sys.modules if n.partition(".")[0] == "liger_kernel"]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # not by monkeypatch, which would bring the made-up ones back when it undoes its work
 
 
 def qwen3_objects() -> dict[str, Any]:
