@@ -9,19 +9,16 @@ of `import torch`.
 from __future__ import annotations
 
 import ctypes
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from npu_backend import soc as socs
 from npu_backend.config import read_environment
 from npu_backend.errors import BackendUnavailableError, ConfigError
+from npu_backend.post_import import when_imported
 from npu_backend.virtual_npu import build, wheel
 
 LABEL = "virtual NPU (arithmetic by the CPU)"
@@ -78,7 +75,7 @@ def activate(
         ctypes.CDLL(str(folder / "lib" / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
     if wheel_folder is not None:
         sys.path.append(str(wheel_folder))  # last: it must shadow nothing
-    sys.meta_path.insert(0, _InstallAfterTorchNpu())
+    when_imported("torch_npu", _install_fallback)
     _active = (devices, soc, size)
 
 
@@ -159,30 +156,8 @@ def _real_driver() -> str | None:
     return next((str(node) for node in sorted(Path("/dev").glob("davinci*"))), None)
 
 
-class _InstallAfterTorchNpu(importlib.abc.MetaPathFinder):
-    """Installs the operator fallback at the end of torch_npu's import, whoever imports it."""
+def _install_fallback(torch_npu: ModuleType) -> None:
+    """The end of torch_npu's import, whoever imports it."""
+    from npu_backend.virtual_npu import fallback
 
-    def __init__(self) -> None:
-        self._searching = False
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch_npu" or self._searching:
-            return None
-        self._searching = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._searching = False
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_install(module: ModuleType) -> None:
-                execute(module)
-                from npu_backend.virtual_npu import fallback
-
-                fallback.install()
-
-            spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]  # the loader is this spec's own
-        return spec
+    fallback.install()
