@@ -15,24 +15,20 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from npu_backend.config import cache_folder
 from npu_backend.errors import BackendUnavailableError
 
 _SOURCES = Path(__file__).parent / "native"
 _RUNTIME = "ascendcl"  # the library with the functions; it comes first, the others depend on it
 _SOURCES_OF = {
     _RUNTIME: ("aclop.c", "device.c", "memory.c", "stream.c", "unimplemented.c"),
-    "hccl": ("hccl.c", "hccl_group.c", "hccl_p2p.c", "hccl_reduce.c", "hccl_rendezvous.c"),
+    "hccl": ("hccl.c", "hccl_count.c", "hccl_group.c", "hccl_p2p.c", "hccl_reduce.c", "hccl_rendezvous.c"),
 }
 # Libraries that only have to exist: torch_npu finds what it looks for in them through their dependency on those above.
 _EMPTY = ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi", "nnopbase", "hcomm")
 LIBRARIES = (*_SOURCES_OF, *_EMPTY)
 _FOLDERS = ("runtime", "compiler", "opp")
 _FLAGS = ("-std=gnu11", "-O3", "-fwrapv", "-fPIC", "-shared", "-pthread")
-
-
-def cache_folder() -> Path:
-    """Where this package keeps what it builds: `$XDG_CACHE_HOME/npu-backend`, else `~/.cache/npu-backend`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "npu-backend"
 
 
 def runtime_folder() -> Path:

@@ -1,12 +1,14 @@
 """`npu-backend run --count`: what a process ran on its virtual devices, printed on stderr when it ends.
 
-Per operator: how often it was called, and the bytes of its operands and results (each tensor's own, not its storage's).
-Per device: the most memory that torch_npu's allocator had given out.
+Per operator and per HCCL operation (`hccl::all_reduce`): how often it was called, and the bytes of its operands and
+results (each tensor's own, not its storage's); `npu::` first, in each namespace the most called first. Per device: the
+most memory that torch_npu's allocator had given out.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import sys
@@ -55,22 +57,36 @@ def report_at_exit() -> None:
     atexit.register(_print)
 
 
+def collectives() -> dict[str, tuple[int, int]]:
+    """Calls and bytes of every HCCL operation that this process called: `{"hccl::all_reduce": (2, 4096)}`."""
+    counted = ctypes.CDLL("libhccl.so").vhccl_counted  # loaded already, with the runtime
+    counted.restype = ctypes.c_char_p
+    calls, size = ctypes.c_uint64(), ctypes.c_uint64()
+    found: dict[str, tuple[int, int]] = {}
+    while (name := counted(ctypes.c_uint32(len(found)), ctypes.byref(calls), ctypes.byref(size))) is not None:
+        found[f"hccl::{name.decode()}"] = (calls.value, size.value)
+    return {name: numbers for name, numbers in found.items() if numbers[0]}
+
+
 def facts() -> dict[str, Any]:
     """The report as data: `operators` {name: [calls, bytes]}, `peak_bytes` per device, and whose it is."""
     import torch_npu
 
     npu = torch_npu.npu
     devices = range(npu.device_count()) if npu.is_initialized() else range(0)
-    calls = registry.calls()
+    counts = {name: (calls, _bytes[name]) for name, calls in registry.calls().items()} | collectives()
     return {
         "backend": LABEL,
         "process": os.getpid(),
         "rank": os.environ.get("RANK"),
         "peak_bytes": {f"npu:{d}": peak for d in devices if (peak := npu.max_memory_allocated(d))},
-        "operators": {
-            name: [n, _bytes[name]] for name, n in sorted(calls.items(), key=lambda item: (-item[1], item[0]))
-        },
+        "operators": {name: list(counts[name]) for name in sorted(counts, key=lambda n: (_rank(n), -counts[n][0], n))},
     }
+
+
+def _rank(name: str) -> int:
+    """The device's own operators first, then its collectives, then PyTorch's, which are many."""
+    return {"npu": 0, "hccl": 1}.get(name.partition("::")[0], 2)
 
 
 def _print() -> None:

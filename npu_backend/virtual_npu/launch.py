@@ -43,7 +43,7 @@ def activate(
 
     Args:
         devices: how many devices the process sees, 1 to 64.
-        soc: the chip they say they are, a name of `npu_backend.soc.SOCS`.
+        soc: the chip they say they are, Ascend910B1 if not given; a name of `npu_backend.soc.SOCS`.
         memory: what each device has, in bytes or as text ("64GiB", the default); an allocation past it fails as
             torch_npu's out-of-memory error does.
         force: also on a host that has a real Ascend driver.
@@ -122,6 +122,7 @@ def environment(devices: int, soc: str, *, memory: int | str | None = None, forc
         "VIRTUAL_NPU_MEMORY_BYTES": str(_parse_bytes(DEFAULT_MEMORY if memory is None else memory)),
         "VIRTUAL_NPU_FORCE": "1" if force else "",
         "PYTHONPATH": os.pathsep.join([_SITE, *inherited]),
+        "TRITON_INTERPRET": "1",  # nothing here compiles a Triton kernel; it counts when triton is imported
     }
 
 

@@ -23,10 +23,14 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.T
     return _copy(target.resize_(source.shape), source)
 
 
+_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
+
+
 def _clone(tensor: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
+    """torch_npu has no channels_last: its clone ignores that format, and `_to_copy` refuses it."""
     values = alias(tensor)
-    new = torch.empty_like(values, device=tensor.device, memory_format=memory_format or torch.preserve_format)
-    return _copy(new, values)
+    format_ = torch.contiguous_format if memory_format not in _FORMATS else memory_format or torch.preserve_format
+    return _copy(torch.empty_like(values, device=tensor.device, memory_format=format_), values)
 
 
 def _to_copy(
@@ -39,6 +43,8 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
+    if memory_format not in _FORMATS:
+        raise RuntimeError("Only contiguous_format or preserve_format is supported.")  # torch_npu's words
     values, format_ = alias(tensor), memory_format or torch.preserve_format
     target = device or tensor.device
     new = torch.empty_like(values, dtype=dtype, device=target, pin_memory=bool(pin_memory), memory_format=format_)
@@ -99,6 +105,12 @@ def _dtype_cast(tensor: torch.Tensor, dtype: torch.dtype | int, *ignored: Any) -
     return _to_copy(tensor, dtype=_DTYPES[dtype] if isinstance(dtype, int) else dtype)
 
 
+def _dtype_cast_(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """In place: the tensor gets the other one's dtype."""
+    tensor.data = _to_copy(tensor, dtype=like.dtype)
+    return tensor
+
+
 def _format_cast(tensor: torch.Tensor, *ignored: Any, **also_ignored: Any) -> torch.Tensor:
     """Memory formats other than the plain one do not exist here, so a cast to one changes nothing."""
     return tensor
@@ -117,10 +129,14 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu::npu_dtype_cast_backward": _dtype_cast,
     "npu::_npu_dtype_cast": _dtype_cast,
     "npu::_npu_dtype_cast_backward": _dtype_cast,
+    "npu::npu_dtype_cast_": _dtype_cast_,
     "npu::npu_format_cast": _format_cast,
+    "npu::npu_format_cast.Tensor": _format_cast,
     "npu::npu_format_cast_": _format_cast,
     "npu::npu_format_cast_.acl_format": _format_cast,
     "npu::_npu_format_cast": _format_cast,
+    "npu::_npu_format_cast.aclnn": _format_cast,
+    "npu::_npu_format_cast.input_dtype": _format_cast,
     "aten::mm.dtype": _in_dtype(torch.mm),
     "aten::bmm.dtype": _in_dtype(torch.bmm),
     "aten::addmm.dtype": _in_dtype(torch.addmm),

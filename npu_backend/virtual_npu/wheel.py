@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from npu_backend.config import cache_folder
 from npu_backend.errors import BackendUnavailableError
-from npu_backend.virtual_npu.build import cache_folder
+
+# A build for the CPU: torch_npu shares no process with CUDA. The release under which the tests run.
+TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 
 
 def torch_npu_folder() -> Path | None:
@@ -22,15 +27,16 @@ def torch_npu_folder() -> Path | None:
     """
     torch = _version("torch")
     if torch is None:
-        raise BackendUnavailableError(
-            f"the virtual NPU needs torch, which {sys.executable} does not have: pip install torch"
-        )
+        raise BackendUnavailableError(f"the virtual NPU needs torch, which {sys.executable} does not have: {TORCH}")
     wanted = Version(torch).base_version
     folder = cached_torch_npu(wanted)
     installed = _find("torch_npu")
     cached = _find("torch_npu", folder)
     distribution = installed or cached
-    fetch = f"{sys.executable} -m pip install --no-deps --target {folder} torch-npu=={wanted}"
+    fetch = (
+        f"{sys.executable} -m pip install --no-deps --target {folder} torch-npu=={wanted}\n"
+        f"If pip finds none, there is no torch_npu for torch {wanted} (yet): {TORCH}"
+    )
     if distribution is None:
         raise BackendUnavailableError(
             f"the virtual NPU runs the real torch_npu, which is not installed; fetch it with\n  {fetch}"
@@ -52,9 +58,13 @@ def has_torch() -> bool:
 def _check_pair(torch: str, distribution: importlib.metadata.Distribution, fetch: str) -> None:
     for text in distribution.requires or []:
         requirement = Requirement(text)
-        if requirement.name == "torch" and not requirement.specifier.contains(Version(torch).public, prereleases=True):
+        if requirement.name != "torch":
+            continue
+        # Some releases ask for `torch==2.10.0+cpu`, the build they were made with; any build of that release will do.
+        releases = SpecifierSet(re.sub(r"\+[a-zA-Z0-9.]+", "", str(requirement.specifier)))
+        if not releases.contains(Version(torch).public, prereleases=True):
             raise BackendUnavailableError(
-                f"torch_npu {distribution.version} needs torch{requirement.specifier}, but torch {torch} is installed; "
+                f"torch_npu {distribution.version} needs torch{releases}, but torch {torch} is installed; "
                 f"remove that torch_npu and fetch the one for this torch with\n  {fetch}"
             )
 

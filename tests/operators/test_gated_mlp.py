@@ -1,4 +1,4 @@
-"""SwiGLU: what npu_swiglu is given, float64 parity of both MLP forms, and activations that are not SiLU."""
+"""Gated MLPs: what npu_swiglu and npu_geglu are given, float64 parity of the forms, and other activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from fake_torch_npu import FakeTorchNpu
 from operator_references import DTYPES, normal
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
@@ -100,15 +100,33 @@ def test_swiglu_of_an_odd_axis_names_the_size(shape: tuple[int, ...], npu: FakeT
         gated_mlp.swiglu(torch.zeros(shape))
 
 
-def test_an_mlp_that_gates_with_gelu_is_never_computed_as_swiglu(npu: FakeTorchNpu, context: Any) -> None:
+@pytest.mark.parametrize(("name", "approximate"), [("gelu", 0), ("gelu_new", 1), ("gelu_pytorch_tanh", 1)])
+def test_an_mlp_that_gates_with_gelu_is_computed_as_geglu(
+    name: str, approximate: int, npu: FakeTorchNpu, context: Any
+) -> None:
+    module = Gemma2MLP(SimpleNamespace(**{**vars(CONFIG), "hidden_activation": name}))
+    weights = {layer: getattr(module, layer).weight.detach() for layer in ("gate_proj", "up_proj", "down_proj")}
+
+    def reference(x: Tensor, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor) -> Tensor:
+        gate = gelu(linear(x, gate_proj), approximate="tanh" if approximate else "none")
+        return linear(gate * linear(x, up_proj), down_proj)
+
+    patched = calling(module, gated_mlp.split(Gemma2MLP.forward, context))
+    exact.assert_parity(patched, calling(module, Gemma2MLP.forward), reference, {"x": normal(2, 5, H), **weights})
+    assert [(called, args[1:]) for called, args, _ in npu.seen] == [("npu_geglu", (-1, approximate, True))]
+
+
+@pytest.mark.parametrize("activation", [torch.nn.ReLU(), torch.nn.Mish()])
+def test_another_activation_goes_to_the_original(activation: Any, npu: FakeTorchNpu, context: Any) -> None:
     module, x = Gemma2MLP(CONFIG), normal(3, H)
+    module.act_fn = activation
     assert torch.equal(gated_mlp.split(Gemma2MLP.forward, context)(module, x), module(x))
     assert npu.seen == []
     assert list(counters.fallbacks()) == ["gated_mlp"]
 
 
 @pytest.mark.parametrize(
-    ("hidden_act", "skipped"), [("gelu", True), ("relu", True), ("silu", False), ("swish", False), (None, False)]
+    ("hidden_act", "skipped"), [("gelu", False), ("relu", True), ("silu", False), ("relu2", True), (None, False)]
 )
 def test_the_plan_asks_the_model_for_its_activation(hidden_act: str | None, skipped: bool, npu: FakeTorchNpu) -> None:
     for config in (
@@ -116,7 +134,7 @@ def test_the_plan_asks_the_model_for_its_activation(hidden_act: str | None, skip
         {"model_type": "x", "text_config": {"hidden_act": hidden_act}},
         SimpleNamespace(model_type="vl", text_config=SimpleNamespace(model_type="t", hidden_activation=hidden_act)),
     ):
-        reason = gated_mlp.requires(None, SimpleNamespace(hf_config=config))
+        reason = gated_mlp.requires(Gemma2MLP.forward, SimpleNamespace(hf_config=config))
         assert bool(reason) == skipped
         assert not reason or str(hidden_act) in reason
 

@@ -264,5 +264,5 @@ def test_a_torch_npu_without_the_operator_skips_it_alone(monkeypatch: pytest.Mon
     operators = {name: f for name, f in fake_torch_npu.OPERATORS.items() if name != "npu_rotary_mul"}
     fake_torch_npu.install(monkeypatch, operators)
     context = SimpleNamespace(hf_config=None)
-    assert rotary.requires(None, context) == "this torch_npu has no npu_rotary_mul"
-    assert rms_norm.requires(None, context) is None
+    assert rotary.requires(function("llama"), context) == "this torch_npu has no npu_rotary_mul"
+    assert rms_norm.requires(function("llama", "LlamaRMSNorm").forward, context) is None

@@ -57,7 +57,7 @@ def patched(family: str) -> Iterator[None]:
     """The family's sparse_moe records of the table, applied as the engine does; the engine is tested elsewhere."""
     from npu_backend.patches.engine import Engine, PatchSet
 
-    own = PatchSet("verl_npu", tuple(p for p in PATCH_SET.patches if p.family == family and p.op == "sparse_moe"))
+    own = PatchSet("verl_npu", tuple(p for p in PATCH_SET.of((family,)) if p.op == "sparse_moe"))
     engine = Engine()
     rows = engine.apply(engine.plan(own, [family], context=SimpleNamespace(hf_config=None)))
     assert [row.state for row in rows].count("applied") == 1, rows
@@ -237,6 +237,14 @@ def test_experts_that_do_not_fit_go_to_the_original(
     assert forward(registered_experts(**fields), normal(3, 64), index, torch.rand(3, 2)) is sentinel
     assert counters.fallbacks() == {"sparse_moe": {reason: 1}}
     assert npu.seen == []
+
+
+def test_experts_without_an_activation_module_go_to_the_original(npu: FakeTorchNpu, context: Any) -> None:
+    """GPT-OSS's, which compute their gate themselves and have no `act_fn`."""
+    experts, sentinel = registered_experts(), torch.zeros(3, 64)
+    del experts.act_fn
+    forward = sparse_moe.registered(lambda *args: sentinel, context)  # type: ignore[arg-type,return-value]
+    assert forward(experts, normal(3, 64), torch.tensor([[0], [1], [2]]), torch.rand(3, 1)) is sentinel
 
 
 def test_transposed_experts_are_computed_as_they_are_stored(npu: FakeTorchNpu, context: Any) -> None:

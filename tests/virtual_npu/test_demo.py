@@ -9,11 +9,11 @@ import pytest
 import tiny_checkpoint
 
 import npu_backend
-from npu_backend import cli
+from npu_backend import cli, model_configs
 from npu_backend.demo.job import Options, run_demo
 from npu_backend.families import FAMILIES
 from npu_backend.operators import gated_mlp
-from npu_backend.verification import models, verify
+from npu_backend.verification import verify
 from npu_backend.virtual_npu import LABEL
 
 
@@ -25,7 +25,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_operator_of_a_family_agrees_on_the_virtual_npu(family: str) -> None:
     try:
-        config = models.default_config(family)
+        config = model_configs.default_config(family)
     except npu_backend.ConfigError:
         pytest.skip("this transformers does not have the family")
     report = verify({"hf_config": config})
@@ -37,10 +37,10 @@ def test_every_operator_of_a_family_agrees_on_the_virtual_npu(family: str) -> No
 
 
 def test_verify_without_a_model_checks_what_is_in_force() -> None:
-    npu_backend.apply_npu_fsdp_patches({"hf_config": models.default_config("llama")})
+    npu_backend.apply_npu_fsdp_patches({"hf_config": model_configs.default_config("llama")})
     report = verify()
     assert report.ok
-    assert {row.op for row in report.rows} == {"rms_norm", "gated_mlp", "rotary", "ppo_head"}
+    assert {row.op for row in report.rows} == {"rms_norm", "gated_mlp", "rotary", "ppo_head", "model"}
 
 
 def test_the_demo_counts_exact_operator_calls(

@@ -1,6 +1,7 @@
 """torch.distributed on virtual NPUs (arithmetic by the CPU): torch_npu's own process group over software collectives.
 
-The checks are those of rank_checks.py, named below; each world is started once and runs all of its checks.
+The checks are the functions of rank_collectives.py, rank_training.py and rank_failures.py, named below; each world is
+started once and runs all of its checks.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ COLLECTIVES = """
     all_reduce_of_every_dtype_and_operation half_types_are_summed_without_losing_digits long_tensors_go_in_pieces
     broadcast_reduce_gather_scatter all_gather_lists_and_tensors reduce_scatter_lists_and_tensors
     all_to_all_even_uneven_and_lists send_and_receive_alone_crossed_and_in_batches objects_barriers_and_work_handles
-    groups_within_the_group
+    groups_within_the_group coalesced_calls
 """.split()
 TRAINING = """
     ddp fsdp1 fsdp2 hsdp_on_a_two_dimensional_mesh tensor_parallel sequence_parallel_attention_by_all_to_all
@@ -38,15 +38,9 @@ SCRIPT = Path(__file__).with_name("rank_checks.py")
 
 def _run(size: int, checks: list[str], folder: Path) -> list[dict[str, str]]:
     """Start the ranks of a world and wait for them; what each has to say about each check, "" where it holds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    if checks == FAILURES:
-        shared["HCCL_EXEC_TIMEOUT"] = "3"
     ranks = []
     for rank in range(size):
-        environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(size)}
         with (folder / f"{rank}.log").open("w") as log:
             command = [sys.executable, str(SCRIPT), ",".join(checks), str(folder)]
             ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))

@@ -87,15 +87,15 @@ def test_an_operator_without_a_reference_says_how_to_add_one() -> None:
 
 
 def test_a_reference_can_be_added_and_is_counted(calls) -> None:
-    @virtual_npu.register_reference("npu::npu_mish")
-    def mish(x: torch.Tensor) -> torch.Tensor:
+    @virtual_npu.register_reference("npu::npu_sort_v2")
+    def sort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> torch.Tensor:
         assert x.device.type == "cpu"
-        return torch.nn.functional.mish(x)
+        return x.sort(dim, descending).values
 
-    result = npu.npu_mish(torch.tensor([-1.0, 2.0], device=D))
-    assert torch.equal(result.cpu(), torch.nn.functional.mish(torch.tensor([-1.0, 2.0])))
-    assert calls()["npu::npu_mish"] == 1
+    result = npu.npu_sort_v2(torch.tensor([2.0, -1.0], device=D))
+    assert result.tolist() == [-1.0, 2.0]
+    assert calls()["npu::npu_sort_v2"] == 1
     with pytest.raises(ConfigError, match="has a reference already"):
-        virtual_npu.register_reference("npu::npu_mish")
+        virtual_npu.register_reference("npu::npu_sort_v2")
     with pytest.raises(ConfigError, match="namespace::name"):
-        virtual_npu.register_reference("npu_mish")
+        virtual_npu.register_reference("npu_sort_v2")

@@ -29,6 +29,21 @@ def run(*options: str, program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize(("visible", "count"), [("1", 1), ("0,7,1", 1), ("x", 0)])
+def test_visible_devices_are_those_that_the_variable_names(visible: str, count: int) -> None:
+    """Ray gives each of its workers one device in this way."""
+    code = f"""
+        import os
+        os.environ["ASCEND_RT_VISIBLE_DEVICES"] = {visible!r}
+        import torch, torch_npu
+        print(torch.npu.device_count())
+        if torch.npu.device_count():
+            assert (torch.ones(3, device="npu:0") + 1).sum().item() == 6
+    """
+    done = run("--virtual-npu=2", program=code)
+    assert done.stdout.split() == [str(count)], done.stderr
+
+
 def test_memory_is_bounded_and_everything_is_counted() -> None:
     done = run(
         "--virtual-npu=2", "--memory=1GiB", "--count", "--json",
@@ -67,6 +82,41 @@ def test_every_rank_reports_for_itself_as_a_table() -> None:
     assert done.stderr.count("operators of process") == 2  # the parent ran nothing on a device
 
 
+def test_the_device_s_own_operators_come_first_then_the_most_called() -> None:
+    program = """
+        import torch, torch_npu
+        x = torch.ones(2, 8, device="npu")
+        for _ in range(3):
+            x = x + 1
+        torch_npu.npu_swiglu(x)
+    """
+    done = run("--virtual-npu", "--count", "--json", program=program)
+    found = json.loads(next(line for line in done.stderr.splitlines() if '"operators"' in line))["operators"]
+    assert next(iter(found)) == "npu::npu_swiglu", done.stderr
+    others = [calls for name, (calls, _) in found.items() if name.startswith("aten::")]
+    assert others == sorted(others, reverse=True)
+    assert max(others) >= 3
+
+
+def test_collectives_are_counted_with_their_bytes() -> None:
+    """Buffers of one rank: 1 KiB in and out, 4 KiB in and out; nothing for a barrier, nor for what was not called."""
+    program = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("hccl", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        dist.all_reduce(torch.ones(256, device="npu"))
+        whole = torch.empty(1024, device="npu")
+        for _ in range(2):
+            dist.all_gather_into_tensor(whole, torch.ones(1024, device="npu"))
+        dist.destroy_process_group()
+    """
+    done = run("--virtual-npu", "--count", "--json", program=program)
+    found = json.loads(next(line for line in done.stderr.splitlines() if '"operators"' in line))["operators"]
+    assert {n: v for n, v in found.items() if n.startswith("hccl::")} == {
+        "hccl::all_reduce": [1, 2048],
+        "hccl::all_gather": [2, 2 * 8192],
+    }, done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("64GiB", 64 << 30), (12345, 12345), ("1.5 gib", 3 << 29), ("80GB", 80 * 10**9), ("512M", 512 * 10**6), ("7B", 7)],
@@ -86,3 +136,19 @@ def test_other_generations_start_and_compute(name: str) -> None:
     program = "import torch; print(torch.npu.get_device_name(), (torch.ones(2).npu() + 1).sum().item())"
     done = run("--virtual-npu", f"--soc={name}", program=program)
     assert done.stdout.split() == [name, "4.0"], done.stderr
+
+
+def test_torch_npu_takes_every_chip_of_the_table() -> None:
+    program = """
+        import os, torch
+        from npu_backend.soc import SOCS
+        for name in SOCS:
+            if os.fork() == 0:  # torch_npu reads the name once, when a device is first used
+                os.environ["VIRTUAL_NPU_SOC"] = name
+                assert (torch.ones(2).npu() + 1).sum().item() == 4 and torch.npu.get_device_name() == name
+                print(name, flush=True)
+                os._exit(0)
+            os.wait()
+    """
+    done = run("--virtual-npu", program=program)
+    assert done.stdout.split() == list(soc.SOCS), done.stderr

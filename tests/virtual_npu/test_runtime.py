@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import re
 import subprocess
@@ -44,6 +45,7 @@ def test_two_devices_that_say_what_they_are() -> None:
 def test_allocations_are_booked_per_device_and_given_back() -> None:
     for device in ("npu:0", "npu:1"):  # torch_npu does not switch to a device that was never used
         torch.ones(1, device=device)
+    gc.collect()  # what another test left in a cycle must not be freed between two readings
     torch.npu.empty_cache()
     before = [torch.npu.memory_allocated(d) for d in (0, 1)]
     free = [torch.npu.mem_get_info(d)[0] for d in (0, 1)]
@@ -139,12 +141,14 @@ def test_operands_on_two_devices_are_refused_as_on_the_device(where: str) -> Non
 
 def test_events_have_real_times_in_order() -> None:
     first, last = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
+    start = time.perf_counter()
     first.record()
     time.sleep(0.05)
     last.record()
     torch.npu.synchronize()
+    all_of_it = 1000 * (time.perf_counter() - start)  # ms
     assert first.query()
-    assert 50 <= first.elapsed_time(last) < 5000
+    assert 50 <= first.elapsed_time(last) <= all_of_it
     assert last.elapsed_time(first) < 0
 
 
@@ -250,10 +254,10 @@ def test_every_signature_is_the_vendors(tmp_path: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(re.sub(r"inline void HcclCommConfigInit.*?\n}\n", "", text, flags=re.DOTALL), encoding="utf-8")
     native = Path(build.__file__).parent / "native"
-    include = [f"-I{tmp_path}", f"-I{headers / 'third_party' / 'acl' / 'inc'}"]
+    include = [f"-I{tmp_path}", f"-I{headers / 'third_party' / 'acl' / 'inc'}", f"-I{headers}"]
     for source in sorted(native.glob("*.c")):
         if source.name == "unimplemented.c":  # functions without arguments stand in for any signature
             continue
-        check = ["-std=gnu11", "-DVIRTUAL_NPU_CHECK_PROTOTYPES", "-fsyntax-only", *include, str(source)]
+        check = ["-std=gnu11", "-Dconstexpr=", "-DVIRTUAL_NPU_CHECK_PROTOTYPES", "-fsyntax-only", *include, str(source)]
         done = subprocess.run([build.find_compiler(), *check], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

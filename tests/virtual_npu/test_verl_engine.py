@@ -1,127 +1,116 @@
 """verl's own FSDPEngine, unmodified, trains with our plugin exactly as stock verl does without fused kernels.
 
-Each case is a run of `verl_engine.py` on virtual NPUs (arithmetic by the CPU), where verl sees `npu`.
+Every pair of settings occurs in some run on one or two virtual NPUs (arithmetic by the CPU), where verl sees `npu`;
+every combination of them in `make test-all`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import covering
 import pytest
+from verl_runs import Batch, Run, assert_same, flat
 
 pytest.importorskip("verl", reason="verl is in the main environment only")
+pytestmark = pytest.mark.timeout(1800)  # the first test of a batch waits for all its runs
 
-SCRIPT = Path(__file__).parent / "verl_engine.py"
+LEVELS = {
+    "strategy": ("fsdp", "fsdp2"),
+    "world": (1, 2),
+    "tied": (False, True),
+    "remove_padding": (False, True),
+    "lora": (0, 4),
+    "sp": (1, 2),
+    "impl_backend": ("torch", "triton", "liger", "auto"),
+    "use_liger": (False, True),
+}
 LAYERS = 2
 NORMS = 4 * LAYERS + 1  # two per layer, two more on queries and keys, one at the end
 
 
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory):
-    """Run the script with these settings, once per session, and return its result."""
-    results: dict[str, Any] = {}
-
-    def once(*, world: int = 1, **settings: Any) -> Any:
-        key = json.dumps([world, settings], sort_keys=True)
-        if key not in results:
-            folder = tmp_path_factory.mktemp("verl")
-            environment = {**os.environ, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-            ranks = [
-                subprocess.Popen(
-                    [sys.executable, str(SCRIPT), str(folder), json.dumps(settings)],
-                    env={**environment, "RANK": str(rank)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-                for rank in range(world)
-            ]
-            outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-            results[key] = (
-                json.loads((folder / "result.json").read_text()) if not any(r.returncode for r in ranks) else outputs
-            )
-        result = results[key]
-        assert isinstance(result, dict), "\n".join(output[-3000:] for output in result)
-        return result
-
-    return once
+def allowed(row: Run) -> bool:
+    """verl's Ulysses needs ranks to share a sequence, and packed sequences."""
+    return row["sp"] == 1 or (row["world"] == 2 and row["remove_padding"])
 
 
-def close(result: Any, reference: Any) -> bool:
-    """Loss, gradient norm and log-probs before and after training agree to 1e-5."""
-    assert result["steps"]
-    return all(
-        pytest.approx(flat(reference[key]), abs=1e-5, rel=1e-5) == flat(result[key])
-        for key in ("steps", "before", "after")
-    )
+def cost(row: Run) -> float:
+    """Triton's interpreter, in which Triton's kernels run here, takes a minute for what torch does in a second."""
+    return 20.0 if row["use_liger"] else 4.0 if row["impl_backend"] == "triton" else 1.0
 
 
-def flat(rows: list[list[float]]) -> list[float]:
-    return [number for row in rows for number in row]
+EVERY = covering.product(LEVELS, allowed)
+PAIRWISE = covering.pairwise(EVERY, cost)
+STOCK = Batch("stock", [{"tied": t, "lora": r, "fused": False} for t in (False, True) for r in (0, 4)])
 
 
-def stock(run: Any, **settings: Any) -> Any:
-    return run(plugin=False, fused=False, **settings)
+def run_of(row: Run) -> Run:
+    """The settings of one run of `verl_engine.py`."""
+    settings = {name: value for name, value in row.items() if name != "world"}
+    return settings | ({"steps": 1, "after": False} if row["use_liger"] else {})
 
 
-def test_stock_verl_learns(run):
-    result = stock(run, strategy="fsdp")
-    assert flat(result["before"]) != flat(result["after"])
-    assert result["steps"][0] != result["steps"][1]
+def batches(rows: list[Run], seconds: float = 1500.0) -> dict[int, Batch]:
+    """One for each number of ranks."""
+    of = {world: [run_of(row) for row in rows if row["world"] == world] for world in LEVELS["world"]}
+    return {world: Batch("plugin", runs, world=world, seconds=seconds) for world, runs in of.items()}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"strategy": "fsdp"},
-        {"strategy": "fsdp2"},  # the untied lm_head is a unit of its own; stock verl with fused kernels fails here
-        {"strategy": "fsdp", "remove_padding": True},
-        {"strategy": "fsdp2", "impl_backend": "auto"},
-    ],
-    ids=lambda settings: "-".join(str(value) for value in settings.values()),
-)
-def test_the_plugin_trains_as_stock_verl_without_fused_kernels(run, settings):
-    result = run(**settings)
-    assert close(result, stock(run, strategy="fsdp"))
-    assert result["status"]["patch_set"] == "verl_npu"
-    assert {row["state"] for row in result["status"]["rows"]} == {"applied"}
+def name_of(row: Run) -> str:
+    return "-".join(f"{name}={value}" for name, value in row.items())
+
+
+def check(row: Run, batch: Batch) -> None:
+    result = batch.result(run_of(row))
+    assert_same(result, STOCK.result({"tied": row["tied"], "lora": row["lora"], "fused": False}))
     assert "virtual NPU" in result["status"]["device"]
+    forwards = result["forwards"]
+    assert forwards
+    head = "torch" if row["impl_backend"] == "auto" else row["impl_backend"]
+    assert result["head"] == {head: forwards}
     assert result["fallbacks"] == {}
-    forwards = result["calls"]["gated_mlp"] // LAYERS
-    assert forwards > 0
-    assert result["calls"] == {
-        "rms_norm": NORMS * forwards,
-        "gated_mlp": LAYERS * forwards,
-        "rotary": 2 * LAYERS * forwards,
-    }
+    assert set(result["metrics"].values()) == {0}
+    ours, liger = expected_calls(forwards)
+    assert (result["calls"], result["liger"]) == (({}, liger) if row["use_liger"] else (ours, {}))
+    patch_set = result["status"]["patch_set"]
+    assert patch_set == ("liger" if row["use_liger"] else "verl_npu")
+    applied = {r["op"] for r in result["status"]["rows"] if r["owner"] == patch_set and r["state"] == "applied"}
+    assert applied - {""} == {"rms_norm", "gated_mlp", "rotary"}  # "": what else Liger's patcher rebinds
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_two_ranks_over_hccl_train_as_one(run, strategy):
-    """With an untied head as its own FSDP2 unit, where a bare full_tensor() loses the sum over the ranks."""
-    assert close(run(world=2, strategy=strategy), stock(run, strategy="fsdp"))
+def expected_calls(forwards: int) -> tuple[Run, Run]:
+    """Calls of our operators, and of Liger's modules (its rotary embedding is a function)."""
+    norms, mlps = NORMS * forwards, LAYERS * forwards
+    ours = {"rms_norm": norms, "gated_mlp": mlps, "rotary": 2 * mlps}
+    return ours, {"LigerRMSNorm.forward": norms, "LigerSwiGLUMLP.forward": mlps}
 
 
-def test_tied_embeddings(run):
-    assert close(run(strategy="fsdp2", tied=True), stock(run, strategy="fsdp", tied=True))
+def test_stock_verl_learns():
+    for run in STOCK.runs:
+        result = STOCK.result(run)
+        assert flat(result["before"]) != flat(result["after"])
+        assert result["steps"][0] != result["steps"][1]
 
 
-def test_liger_in_the_interpreter(run):
-    """verl applies Liger a second time, to the instance, after our hook."""
-    result = run(strategy="fsdp", use_liger=True, steps=1)
-    reference = stock(run, strategy="fsdp")
-    assert flat(result["before"]) == pytest.approx(flat(reference["before"]), abs=1e-5, rel=1e-5)
-    assert result["steps"][0] == pytest.approx(reference["steps"][0], abs=1e-5, rel=1e-5)
-    assert result["status"]["patch_set"] == "liger"
-    applied = {row["op"] for row in result["status"]["rows"] if row["state"] == "applied"}
-    assert {"rms_norm", "gated_mlp", "rotary"} <= applied
+def test_the_covering_array():
+    assert len(PAIRWISE) <= 36
+    assert covering.pairs(PAIRWISE) == covering.pairs(EVERY)
 
 
-def test_a_mistyped_backend_stops_the_run_when_the_engine_is_built(run):
-    with pytest.raises(AssertionError, match=r"impl_backend='tritn' is not one of torch, triton, liger, auto"):
-        run(strategy="fsdp", impl_backend="tritn", steps=1)
+PAIRWISE_BATCHES = batches(PAIRWISE)
+
+
+@pytest.mark.parametrize("row", PAIRWISE, ids=name_of)
+def test_every_pair_of_settings(row: Any):
+    check(row, PAIRWISE_BATCHES[row["world"]])
+
+
+HOURS = 6 * 3600
+EVERY_BATCHES = {liger: batches([r for r in EVERY if r["use_liger"] is liger], HOURS) for liger in (False, True)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOURS)
+@pytest.mark.parametrize("row", EVERY, ids=name_of)
+def test_every_combination(row: Any):
+    check(row, EVERY_BATCHES[row["use_liger"]][row["world"]])

@@ -55,9 +55,26 @@ aclError aclrtGetLastError(aclrtLastErrLevel level) { return VNPU_OK; }
 
 /* ---- devices and contexts ---- */
 
+/* Of `count` devices those that ASCEND_RT_VISIBLE_DEVICES names, up to the first one that does not exist. All virtual
+ * devices are alike, so only their number matters. */
+static int visible_devices(int count) {
+    const char *text = getenv("ASCEND_RT_VISIBLE_DEVICES");
+    if (!text) return count;
+    int visible = 0;
+    while (visible < count) {
+        char *end;
+        long device = strtol(text, &end, 10);
+        if (end == text || device < 0 || device >= count) break;
+        visible++;
+        text = end + strspn(end, " ");
+        if (*text++ != ',') break;
+    }
+    return visible;
+}
+
 int vnpu_device_count(void) {
     long long count = vnpu_environment("VIRTUAL_NPU_DEVICES", 1);
-    return count < 1 ? 1 : count > VNPU_MAX_DEVICES ? VNPU_MAX_DEVICES : (int)count;
+    return visible_devices(count < 1 ? 1 : count > VNPU_MAX_DEVICES ? VNPU_MAX_DEVICES : (int)count);
 }
 
 int vnpu_current_device(void) { return current_device; }

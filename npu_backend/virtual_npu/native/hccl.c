@@ -10,9 +10,10 @@
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* Whether this call can start: the group is whole, and the element type is known. */
-static HcclResult start(const Comm *comm, HcclDataType type, size_t *element) {
+/* Whether this call can start: the group is whole, and the element type is known. `elements`: those of all buffers. */
+static HcclResult start(const Comm *comm, int kind, HcclDataType type, uint64_t elements, size_t *element) {
     *element = vhccl_element_size(type);
+    vhccl_count(kind, elements * *element);
     if (*element) return vhccl_check_usable(comm);
     vnpu_error(VHCCL_NOT_SUPPORTED, "HCCL: element type %d is not known", (int)type);
     return VHCCL_NOT_SUPPORTED;
@@ -21,6 +22,7 @@ static HcclResult start(const Comm *comm, HcclDataType type, size_t *element) {
 HcclResult HcclBarrier(HcclComm handle, aclrtStream stream) {
     Comm *comm = handle;
     HcclResult error = vhccl_check_usable(comm);
+    vhccl_count(CALL_BARRIER, 0);
     vhccl_flip(comm);
     return error ? error : vhccl_meet(comm, &(Call){CALL_BARRIER, -1, -1, -1, 0});
 }
@@ -30,7 +32,7 @@ HcclResult HcclAllReduce(void *from, void *to, uint64_t count, HcclDataType type
                          aclrtStream stream) {
     Comm *comm = handle;
     size_t element;
-    HcclResult error = start(comm, type, &element);
+    HcclResult error = start(comm, CALL_ALL_REDUCE, type, 2 * count, &element);
     Call call = {CALL_ALL_REDUCE, (int)type, (int)op, -1, count};
     uint64_t done = 0;
     do {
@@ -54,7 +56,7 @@ HcclResult HcclReduce(void *from, void *to, uint64_t count, HcclDataType type, H
                       HcclComm handle, aclrtStream stream) {
     Comm *comm = handle;
     size_t element;
-    HcclResult error = start(comm, type, &element);
+    HcclResult error = start(comm, CALL_REDUCE, type, comm->rank == root ? 2 * count : count, &element);
     Call call = {CALL_REDUCE, (int)type, (int)op, (int)root, count};
     uint64_t done = 0;
     do {
@@ -74,7 +76,7 @@ HcclResult HcclBroadcast(void *data, uint64_t count, HcclDataType type, uint32_t
                          aclrtStream stream) {
     Comm *comm = handle;
     size_t element;
-    HcclResult error = start(comm, type, &element);
+    HcclResult error = start(comm, CALL_BROADCAST, type, count, &element);
     Call call = {CALL_BROADCAST, (int)type, -1, (int)root, count};
     uint64_t done = 0;
     do {
@@ -107,13 +109,18 @@ static uint64_t longest(const Comm *comm, const Pieces *pieces) {
         if (piece_count(pieces, rank) > most) most = piece_count(pieces, rank);
     return most;
 }
+static uint64_t whole(const Comm *comm, const Pieces *pieces) {
+    uint64_t sum = 0;
+    for (uint32_t rank = 0; rank < comm->size; rank++) sum += piece_count(pieces, rank);
+    return sum;
+}
 /* How much of a piece is moved in a step that starts at `done` and takes up to `step` elements. */
 static uint64_t part(uint64_t count, uint64_t done, uint64_t step) { return done < count ? smaller(count - done,
                      step) : 0; }
 
 static HcclResult all_gather(void *from, uint64_t count, void *to, Pieces pieces, HcclDataType type, Comm *comm) {
     size_t element;
-    HcclResult error = start(comm, type, &element);
+    HcclResult error = start(comm, CALL_ALL_GATHER, type, count + whole(comm, &pieces), &element);
     Call call = {CALL_ALL_GATHER, (int)type, -1, -1, pieces.counts ? 0 : pieces.count};
     uint64_t most = longest(comm, &pieces), done = 0;
     do {
@@ -154,7 +161,7 @@ static void put_pieces(const Comm *comm, const char *from, const Pieces *pieces,
 static HcclResult reduce_scatter(void *from, Pieces pieces, void *to, uint64_t count, HcclDataType type,
                                  HcclReduceOp op, Comm *comm) {
     size_t element;
-    HcclResult error = start(comm, type, &element);
+    HcclResult error = start(comm, CALL_REDUCE_SCATTER, type, whole(comm, &pieces) + count, &element);
     Call call = {CALL_REDUCE_SCATTER, (int)type, (int)op, -1, pieces.counts ? 0 : pieces.count};
     uint64_t most = longest(comm, &pieces), done = 0;
     do {
@@ -186,7 +193,7 @@ HcclResult HcclScatter(void *from, void *to, uint64_t count, HcclDataType type, 
                        aclrtStream stream) {
     Comm *comm = handle;
     size_t element;
-    HcclResult error = start(comm, type, &element);
+    HcclResult error = start(comm, CALL_SCATTER, type, comm->rank == root ? (comm->size + 1) * count : count, &element);
     Call call = {CALL_SCATTER, (int)type, -1, (int)root, count};
     Pieces pieces = {NULL, NULL, count};
     uint64_t done = 0;
@@ -225,7 +232,7 @@ static HcclResult agree(Comm *comm, const Call *call, const Pieces *out, const P
 
 static HcclResult all_to_all(const void *from, Pieces out, void *to, Pieces in, HcclDataType type, Comm *comm) {
     size_t element;
-    HcclResult error = start(comm, type, &element);
+    HcclResult error = start(comm, CALL_ALL_TO_ALL, type, whole(comm, &out) + whole(comm, &in), &element);
     Call call = {CALL_ALL_TO_ALL, (int)type, -1, -1, 0};
     uint64_t most = 0;
     if (!error) error = agree(comm, &call, &out, &in, &most);

@@ -67,7 +67,7 @@ typedef struct {
 } Call;
 
 enum { CALL_BARRIER, CALL_ALL_REDUCE, CALL_REDUCE, CALL_BROADCAST, CALL_ALL_GATHER, CALL_REDUCE_SCATTER, CALL_SCATTER,
-    CALL_ALL_TO_ALL };
+    CALL_ALL_TO_ALL, CALL_SEND, CALL_RECEIVE, CALL_KINDS };
 
 typedef struct {
     _Atomic uint32_t state;    /* 0 not there yet, then VHCCL_JOINED, VHCCL_LEFT */
@@ -91,6 +91,10 @@ typedef struct {
     char name[128];
 } Comm;
 
+/* The word for a kind of call. */
+const char *vhccl_call_name(int kind);
+/* Note one call; `bytes` are those of the buffers that this rank gave, read or written. */
+void vhccl_count(int kind, uint64_t bytes);
 /* Switch to the other half of the slots. With two halves a rank may fill one while others still read the other. */
 void vhccl_flip(Comm *comm);
 /* The slot of a rank in the current half. */

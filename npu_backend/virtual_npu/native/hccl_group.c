@@ -114,12 +114,6 @@ static HcclResult barrier(Comm *comm, uint64_t deadline) {
     return VHCCL_OK;
 }
 
-static const char *call_name(const Call *call) {
-    static const char *const names[] = {"barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter",
-        "scatter", "all_to_all"};
-    return names[call->kind];
-}
-
 HcclResult vhccl_meet(Comm *comm, const Call *call) {
     comm->segment->ranks[comm->rank].call[comm->parity] = *call;
     HcclResult error = barrier(comm, vnpu_now() + comm->timeout);
@@ -129,8 +123,8 @@ HcclResult vhccl_meet(Comm *comm, const Call *call) {
         error = vhccl_break(comm, VHCCL_INVALID_PARAM,
                             "ranks are in different calls: %s (type %d, op %d, root %d, count %llu) here, "
                             "%s (type %d, op %d, root %d, count %llu) in rank %u",
-                            call_name(call), call->type, call->op, call->root, (unsigned long long)call->count,
-                            call_name(other), other->type, other->op, other->root, (unsigned long long)other->count,
+                            vhccl_call_name(call->kind), call->type, call->op, call->root, (unsigned long long)call->count,
+                            vhccl_call_name(other->kind), other->type, other->op, other->root, (unsigned long long)other->count,
                                       rank);
     }
     return error;

@@ -116,6 +116,7 @@ static __thread size_t group_size;
 
 static HcclResult run(Transfer *transfers, size_t count) {
     for (size_t i = 0; i < count; i++) {
+        vhccl_count(transfers[i].kind == SEND ? CALL_SEND : CALL_RECEIVE, transfers[i].bytes);
         if (transfers[i].peer < transfers[i].comm->size) continue;
         vnpu_error(VHCCL_INVALID_PARAM, "HCCL: rank %u is not in the group of %u", transfers[i].peer,
                    transfers[i].comm->size);

@@ -30,6 +30,9 @@ FAILS(aclrtMemExportToShareableHandle)
 FAILS(aclrtMemImportFromShareableHandle)
 FAILS(aclrtMemSetPidToShareableHandle)
 
+/* A group of several devices within one process (torch_npu 2.9). */
+FAILS(HcclCommInitAll)
+
 /* Dumps of device tensors. */
 FAILS(aclmdlInitDump)
 FAILS(aclmdlSetDump)

@@ -10,11 +10,16 @@ _THEMES = (
     "dense",
     "fusion_attention",
     "gradients",
+    "grouped_matmul",
+    "inference_attention",
     "linear_loss",
     "loss",
     "moe",
     "moe_gating",
+    "moe_routing",
+    "moe_routing_map",
     "norms",
+    "older",
     "optimizers",
 )
 

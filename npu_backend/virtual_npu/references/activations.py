@@ -79,6 +79,53 @@ def npu_silu_backward(grad: torch.Tensor, x: torch.Tensor, output: torch.Tensor)
     return _backward(torch.nn.functional.silu, "npu_silu_backward", grad, x)
 
 
+@register_reference("npu::npu_mish")
+def npu_mish(x: torch.Tensor) -> torch.Tensor:
+    """`x * tanh(softplus(x))`."""
+    return _in_float(torch.nn.functional.mish, "npu_mish", x)
+
+
+@register_reference("npu::npu_mish_backward")
+def npu_mish_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Its gradient."""
+    return _backward(torch.nn.functional.mish, "npu_mish_backward", grad, x)
+
+
+# ---- gated activations ----
+
+
+@register_reference("npu::npu_clipped_swiglu")
+def npu_clipped_swiglu(
+    x: torch.Tensor,
+    *,
+    group_index: torch.Tensor | None = None,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> torch.Tensor:
+    """`a sigmoid(alpha a) (b + bias)` of clipped a, b, which alternate along `dim` or are its halves (gpt-oss)."""
+    name = "npu_clipped_swiglu"
+    need_dtype(name, "x", x, FLOATS)
+    need(x.dim() > 1, name, f"x has {x.dim()} dimensions, more than 1 are needed")
+    need(-x.dim() <= dim < x.dim(), name, f"dim={dim} is out of range for {x.dim()} dimensions")
+    need(x.shape[dim] % 2 == 0, name, f"size {x.shape[dim]} of dimension {dim} is odd; it is split in two")
+    need(group_index is None, name, "group_index has no reference")
+    wide = x.float().movedim(dim, -1)
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
+    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    return (a * torch.sigmoid(alpha * a) * (b + bias)).movedim(-1, dim).to(x.dtype)
+
+
+@register_reference("npu::npu_gelu_mul")
+def npu_gelu_mul(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """`gelu(first half) * second half` of the last dimension."""
+    need(2 <= x.dim() <= 8, "npu_gelu_mul", f"input has {x.dim()} dimensions, 2 to 8 are needed")
+    first, second = _halves("npu_gelu_mul", x, -1, True)
+    return (_gelu(approximate)(first) * second).to(x.dtype)
+
+
 # ---- GEGLU ----
 
 

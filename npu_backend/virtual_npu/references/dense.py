@@ -129,6 +129,37 @@ def npu_rotary_mul(
     return (wide * r1.float() + rotated * r2.float()).to(x.dtype)
 
 
+_LAYOUTS = {"BSND": 2, "SBND": 2, "BNSD": 1, "TND": 1}  # where the heads are, which share a cosine
+
+
+@register_reference("npu::npu_apply_rotary_pos_emb")
+def npu_apply_rotary_pos_emb(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: str = "BSND",
+    rotary_mode: str = "half",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key rotated in place, and returned; no gradient."""
+    name = "npu_apply_rotary_pos_emb"
+    need(layout in _LAYOUTS, name, f"layout={layout!r} is not one of {', '.join(_LAYOUTS)}")
+    need(rotary_mode in ("half", "interleave"), name, f"rotary_mode={rotary_mode!r} has no reference")
+    for what, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin)):
+        need_dtype(name, what, tensor, FLOATS)
+        need(tensor.dtype == query.dtype, name, f"{what} is {tensor.dtype}, query is {query.dtype}")
+        need(tensor.dim() == len(layout), name, f"{what} has {tensor.dim()} dimensions, {layout} has {len(layout)}")
+        shape = list(query.shape)
+        shape[_LAYOUTS[layout]] = tensor.shape[_LAYOUTS[layout]]
+        need(list(tensor.shape) == shape, name, f"{what} is {tuple(tensor.shape)}, {tuple(shape)} is needed")
+    need(cos.shape[_LAYOUTS[layout]] == sin.shape[_LAYOUTS[layout]] == 1, name, "cos and sin have one head")
+    need(query.shape[-1] % 2 == 0, name, f"head size {query.shape[-1]} must be even")
+    for tensor in (query, key):
+        wide = tensor.float()
+        tensor.copy_(wide * cos.float() + _rotate(wide, rotary_mode) * sin.float())
+    return query, key
+
+
 @register_reference("npu::npu_rotary_mul_backward")
 def npu_rotary_mul_backward(
     grad: torch.Tensor, x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str = "half"

@@ -30,6 +30,25 @@ def npu_add_rms_norm(
     return y, rstd, total
 
 
+@register_reference("npu::npu_add_rms_norm_cast")
+def npu_add_rms_norm_cast(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of half precision, with the result in float32 too."""
+    need_dtype("npu_add_rms_norm_cast", "x1", x1, (torch.float16, torch.bfloat16))
+    y, rstd, total = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    return y.float(), y, rstd, total
+
+
+@register_reference("npu::npu_add_rms_norm_v2")
+def npu_add_rms_norm_v2(x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> torch.Tensor:
+    """In place: x1 becomes the norm, x2 the sum; returns the reciprocal root."""
+    y, rstd, total = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    x1.copy_(y)
+    x2.copy_(total)
+    return rstd
+
+
 def _layer_norm(total: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, epsilon: float) -> torch.Tensor:
     return torch.nn.functional.layer_norm(total, gamma.shape, gamma, beta, epsilon)
 

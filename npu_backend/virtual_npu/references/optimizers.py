@@ -1,4 +1,4 @@
-"""Optimiser steps that are one operator: `npu_apply_adam_w`, which updates its `out=` tensors in place."""
+"""Optimiser steps that are one operator, `npu_apply_adam` and `npu_apply_adam_w`: they update their `out=` in place."""
 
 from __future__ import annotations
 
@@ -50,4 +50,32 @@ def npu_apply_adam_w(
     second.copy_(square)
     if amsgrad and max_grad_norm is not None:
         max_grad_norm.copy_(largest)
+    return parameter, first, second
+
+
+@register_reference("npu::npu_apply_adam.out")
+def npu_apply_adam(
+    beta1_power: float,
+    beta2_power: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    grad: torch.Tensor,
+    use_locking: bool | None,
+    use_nesterov: bool | None,
+    *,
+    out: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One Adam step on `out = (parameter, first moment, second moment)`; the powers are those of this step."""
+    need(len(out) == 3, "npu_apply_adam", f"out lists {len(out)} tensors; the parameter and its two moments are needed")
+    parameter, first, second = out
+    gradient = grad.float()
+    mean = beta1 * first.float() + (1 - beta1) * gradient
+    square = beta2 * second.float() + (1 - beta2) * gradient.square()
+    rate = lr * (1 - beta2_power) ** 0.5 / (1 - beta1_power)
+    direction = beta1 * mean + (1 - beta1) * gradient if use_nesterov else mean
+    parameter.copy_(parameter.float() - rate * direction / (square.sqrt() + epsilon))
+    first.copy_(mean)
+    second.copy_(square)
     return parameter, first, second

@@ -1,14 +1,17 @@
-"""One of two ranks over gloo: DTensor activations through a patched norm and MLP. Started by test_sharded.py."""
+"""What tests/operators/test_sharded.py runs on two ranks: DTensor activations through a patched norm and MLP.
+
+A scenario raises where something differs; its number counts the comparisons.
+"""
 
 from __future__ import annotations
 
-import sys
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import fake_torch_npu
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -52,39 +55,38 @@ def compare(module: nn.Module, forward: object, x: Tensor, mesh: object, placeme
     assert counters.calls() == {op: 1}, (placement, counters.fallbacks())
 
 
-def fallbacks(mesh: object) -> None:
+def fallbacks(mesh: object) -> int:
     """Rows split over ranks and partial sums go to the original, which has rules of its own for them."""
     module = replicated(LlamaRMSNorm(8), mesh)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     expected = full(module(x if not isinstance(module.weight, DTensor) else distribute_tensor(x, mesh, [Replicate()])))  # type: ignore[arg-type]
     forward = rms_norm.plain(LlamaRMSNorm.forward, CONTEXT)
-    for given in (
+    inputs = (
         distribute_tensor(x, mesh, [Shard(1)]),  # type: ignore[arg-type]
         DTensor.from_local(x / 2, mesh, [Partial()]),  # type: ignore[arg-type]
-    ):
+    )
+    for given in inputs:
         counters.reset()
         torch.testing.assert_close(full(forward(module, given)), expected)
         assert counters.calls() == {}
         assert sum(counters.fallbacks()["rms_norm"].values()) == 1
+    return len(inputs)
 
 
-def main(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def scenarios() -> Iterator[tuple[str, float]]:
     fake_torch_npu.install(pytest.MonkeyPatch())
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    config = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
     norm, mlp = rms_norm.plain(LlamaRMSNorm.forward, CONTEXT), gated_mlp.split(Qwen3MLP.forward, CONTEXT)
-    for placement in (Shard(0), Shard(1), Replicate()):
-        for shape in ((4, 6, 8), (3, 5, 8), (1, 1, 8)):  # even shards, uneven ones, and a rank with nothing
-            compare(LlamaRMSNorm(8), norm, torch.randn(shape), mesh, placement, "rms_norm")
+    shapes = ((4, 6, 8), (3, 5, 8), (1, 1, 8))  # even shards, uneven ones, and a rank with nothing
+    placements = (Shard(0), Shard(1), Replicate())
+    for placement, shape in itertools.product(placements, shapes):
+        compare(LlamaRMSNorm(8), norm, torch.randn(shape), mesh, placement, "rms_norm")
+    yield "rms_norm", len(placements) * len(shapes)
+    config = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu")
     # torch's own linear takes uneven shards of two axes only
-    for placement, shape in ((Shard(0), (4, 6, 8)), (Shard(0), (3, 8)), (Shard(0), (1, 8)), (Replicate(), (4, 6, 8))):
+    cases = ((Shard(0), (4, 6, 8)), (Shard(0), (3, 8)), (Shard(0), (1, 8)), (Replicate(), (4, 6, 8)))
+    for placement, shape in cases:
         compare(Qwen3MLP(config), mlp, torch.randn(shape), mesh, placement, "gated_mlp")
-    fallbacks(mesh)
-    dist.destroy_process_group()
-    print("rank done")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    yield "gated_mlp", len(cases)
+    yield "rms_norm's fallbacks", fallbacks(mesh)
