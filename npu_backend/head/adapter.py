@@ -25,6 +25,7 @@ from npu_backend.errors import HeadInputError, PatchConflictError
 from npu_backend.families import families_of
 from npu_backend.head.deferred import DeferredLogits, place_of, shadowed, without_head
 from npu_backend.head.linear_log_prob import linear_log_prob
+from npu_backend.operators import counters
 from npu_backend.patches.engine import ENGINE, Row
 from npu_backend.patches.targets import MISSING, InstanceSlot, owner_of
 from npu_backend.report import PatchReport
@@ -45,7 +46,8 @@ def patch_forward_with_backends(
     """Let this model's forward return `log_probs` and `entropy`, computed without its full logits.
 
     The replacement is in the patch manager's ledger: `patch_status` shows it and `revert_patches` undoes it. A deep
-    copy of a patched model is patched too, but not in the ledger. A pickled one comes back unpatched.
+    copy of a patched model is patched too, but not in the ledger. A pickled one comes back unpatched. An error changes
+    nothing.
 
     Args:
         model: a Hugging Face causal LM or VLM, before FSDP or torch.compile wraps it; a PEFT model is unwrapped.
@@ -53,9 +55,9 @@ def patch_forward_with_backends(
         fused_kernels_backend: `torch`, `triton`, `liger` or `auto`; None means `torch`.
 
     Returns:
-        A report of one row: applied; disabled, by `use_fused_kernels`, NPU_BACKEND_DISABLE or NPU_BACKEND_SKIP; or
-        skipped with the reason, where the model has no output head, is an encoder-decoder, or is already held by
-        torch.compile.
+        A report of one row, which is applied; disabled, by `use_fused_kernels`, NPU_BACKEND_DISABLE or
+        NPU_BACKEND_SKIP; or skipped with the reason, where the model has no output head, is an encoder-decoder, or is
+        already held by torch.compile.
 
     Raises:
         ConfigError: an unknown backend, a boolean that is neither true nor false, or an NPU_BACKEND_* variable.
@@ -63,7 +65,6 @@ def patch_forward_with_backends(
         HeadInputError: `model` is no model; its output head is not a plain linear layer (LoRA or quantisation on it),
             nor one that FSDP or peft's `modules_to_save` wraps, or is not a submodule of it.
         PatchConflictError: this model already has another backend, or a forward that somebody else put on it.
-        Nothing is changed when one of them is raised.
     """
     backend = "torch" if fused_kernels_backend is None else parse_backend(fused_kernels_backend)
     wanted = parse_bool(use_fused_kernels, "use_fused_kernels")
@@ -216,9 +217,10 @@ def _score(
     It runs through the head's own call: FSDP's hooks gather and free the weight when it shards the head by itself, and
     peft's wrapper chooses between the original layer and the trained copies of it.
     """
+    asked = getattr(model, BACKEND_ATTRIBUTE)
 
     def forward(layer: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs, entropy, _ = linear_log_prob(
+        log_probs, entropy, ran = linear_log_prob(
             hidden,
             layer.weight,
             labels,
@@ -226,9 +228,11 @@ def _score(
             bias=layer.bias,
             logit_scale=None if logits.logit_scale == 1.0 else logits.logit_scale,
             softcap=logits.softcap,
-            impl_backend=getattr(model, BACKEND_ATTRIBUTE),
+            impl_backend=asked,
         )
         assert entropy is not None  # it is computed unless one asks not to
+        if asked not in (ran, "auto"):
+            counters.note_fallback(_OP, f"backend {asked} fell back to {ran}")
         return log_probs, entropy
 
     with ExitStack() as shadows:

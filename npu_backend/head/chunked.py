@@ -5,6 +5,8 @@ again (or takes them from the cache), lets `rows_backward` turn them into their 
 So the full [N, V] logits never exist. Everything here is shared by all devices: the row kernels are a parameter.
 With a vocabulary that is divided among ranks, V is this rank's part, and `vocab_parallel` merges the statistics.
 
+Rows that change nothing (`selection`) are left out where the plan says so; what remains is packed into full chunks.
+
 Every GEMM is `aten::mm` and nothing else, so that whoever overrides that operator (with a batch-invariant one, say)
 reaches the head too.
 
@@ -21,12 +23,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from npu_backend.errors import BackendUnavailableError
-from npu_backend.head import vocab_parallel
+from npu_backend.head import selection, vocab_parallel
+from npu_backend.head.selection import FirstOrderOnly, spread, sum_over_ranks, take
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,9 @@ class Plan:
         temperature: one number; the function's `temperatures` take its place where they are given.
         calculate_entropy: False skips its work.
         cache_bytes: how many bytes of logits may be kept for backward.
+        compact: leave out rows that change nothing, which takes a host synchronisation to find them.
+        may_ignore: False where it is known that no row is ignored.
+        multiple: of so many rows: the number of labels, and of the rows that remain where others are left out.
         group: the process group among whose ranks the vocabulary is divided, or None.
         sum_hidden: sum the hidden states' gradient over `group`.
     """
@@ -110,6 +116,9 @@ class Plan:
     temperature: float
     calculate_entropy: bool
     cache_bytes: int
+    compact: bool = False
+    may_ignore: bool = True
+    multiple: int = 1
     group: Any = None
     sum_hidden: bool = False
 
@@ -153,6 +162,10 @@ class ChunkedHead(torch.autograd.Function):
         plan: Plan,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
+        all_labels, counting = labels, None
+        if plan.compact and plan.may_ignore:
+            counting = selection.indices(selection.filled(labels >= 0, plan.multiple))
+            labels, temperatures = take(labels, counting), take(temperatures, counting)
         of_label, peak, total = hidden.new_empty((3, *labels.shape), dtype=plan.score_dtype)
         weighted = torch.empty_like(total) if plan.calculate_entropy else None
         found = RowStatistics(of_label, peak, total, weighted)
@@ -161,7 +174,7 @@ class ChunkedHead(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             weight_t = weight.to(plan.compute_dtype).t()
             for rows in plan.chunks(labels.numel()):
-                logits = torch.mm(_hidden_rows(hidden, labels, rows, plan), weight_t)
+                logits = torch.mm(_hidden_rows(hidden, labels, rows, plan, counting), weight_t)
                 to_scores = plan.to_scores(bias, temperatures, rows)
                 of_chunk = plan.kernels.rows_statistics(
                     logits, labels[rows], to_scores, calculate_entropy=plan.calculate_entropy
@@ -177,8 +190,9 @@ class ChunkedHead(torch.autograd.Function):
         log_probs, entropy = _finish(found, labels)
         ctx.plan = plan
         vectors = (labels, temperatures, log_probs, entropy, found.peak, found.total)
-        ctx.save_for_backward(hidden, weight, bias, *vectors, *cache)
-        return log_probs, entropy
+        ctx.save_for_backward(hidden, weight, bias, counting, *vectors, *cache)
+        log_probs = spread(log_probs, all_labels, counting)
+        return log_probs, None if entropy is None else spread(entropy, all_labels, counting)
 
     @staticmethod
     def backward(
@@ -188,11 +202,12 @@ class ChunkedHead(torch.autograd.Function):
             return None, None, None, None, None, None
         saved = ctx.saved_tensors  # read once: whatever hooks unpack them (checkpoint's allow it only once)
         hidden, weight, bias, *_ = saved
+        upstream = (grad_log_probs, grad_entropy)
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            grads = _gradients(ctx.plan, saved, ctx.needs_input_grad[:3], grad_log_probs, grad_entropy)
+            grads = _gradients(ctx.plan, saved, ctx.needs_input_grad[:3], upstream)
         if torch.is_grad_enabled():  # create_graph=True
-            upstream = [g for g in (grad_log_probs, grad_entropy) if g is not None]
-            grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *upstream)  # type: ignore[no-untyped-call]
+            given = [grad for grad in upstream if grad is not None]
+            grads = FirstOrderOnly.apply(*grads, hidden, weight, bias, *given)  # type: ignore[no-untyped-call]
         return (*grads, None, None, None)
 
 
@@ -215,34 +230,35 @@ def _gradients(
     plan: Plan,
     saved: tuple[Any, ...],
     wants: tuple[bool, bool, bool],
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    upstream: tuple[Tensor | None, Tensor | None],
+) -> Gradients:
     """Gradients of hidden, weight and bias, each in its own dtype, None for those that nobody asked for."""
-    hidden, weight, bias, labels, temperatures, log_probs, entropy, peak, total, *cache = saved
-    wants_hidden, wants_weight, wants_bias = wants
+    hidden, weight, bias, counting, *vectors_and_cache = saved
+    vectors, cache = vectors_and_cache[:6], vectors_and_cache[6:]
+    given = [_upstream(take(grad, counting), vectors[0], plan) for grad in upstream]
+    loud: Tensor | None = None
+    per_chunk: list[int] = []
+    if plan.compact:
+        counts = selection.filled(selection.is_loud(given), plan.multiple)
+        loud, per_chunk = selection.indices_by_chunk(counts, plan.chunk_rows)
+    # From here on: the loud rows alone, in chunks of their own.
+    vectors = [take(vector, loud) for vector in (*vectors, *given)]
+    index, labels = selection.within(counting, loud), vectors[0]
     # A sum over chunks is kept in the score dtype and rounded once; a single chunk has nothing to add to.
     sum_dtype = plan.score_dtype if labels.numel() > plan.chunk_rows else plan.compute_dtype
-    grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+    wants_hidden, wants_weight, wants_bias = wants
+    grad_hidden = torch.empty_like(hidden[: labels.numel()]) if wants_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
     grad_bias = torch.zeros_like(bias, dtype=plan.score_dtype) if wants_bias else None
-    grad_log_probs = _upstream(grad_log_probs, labels, plan)
-    grad_entropy = _upstream(grad_entropy, labels, plan)
     compute_weight = weight.to(plan.compute_dtype)
-    for index, rows in enumerate(plan.chunks(labels.numel())):
-        x = _hidden_rows(hidden, labels, rows, plan)
-        logits = cache[index] if index < len(cache) else torch.mm(x, compute_weight.t())
-        grad_logits = plan.kernels.rows_backward(
-            logits,
-            labels[rows],
-            plan.to_scores(bias, temperatures, rows),
-            log_probs[rows],
-            None if entropy is None else entropy[rows],
-            peak[rows],
-            total[rows],
-            None if grad_log_probs is None else grad_log_probs[rows],
-            None if grad_entropy is None else grad_entropy[rows],
-        )
+    for rows in plan.chunks(labels.numel()):
+        x = _hidden_rows(hidden, labels, rows, plan, index)
+        logits = _kept_logits(cache, rows, loud, per_chunk, plan.chunk_rows)
+        if logits is None:
+            logits = torch.mm(x, compute_weight.t())
+        of_labels, temperatures, *others = (take(vector, rows) for vector in vectors)
+        to_scores = plan.to_scores(bias, temperatures, slice(None))
+        grad_logits = plan.kernels.rows_backward(logits, of_labels, to_scores, *others)
         if grad_hidden is not None:
             real_rows = grad_hidden[rows]  # without those that pad the last chunk
             real_rows.copy_(torch.mm(grad_logits, compute_weight)[: real_rows.shape[0]])
@@ -251,9 +267,10 @@ def _gradients(
         if grad_bias is not None:
             grad_bias.add_(grad_logits.sum(dim=0, dtype=plan.score_dtype))
         del logits, grad_logits  # before the next chunk's are allocated
-    if grad_hidden is not None and plan.sum_hidden:
-        grad_hidden = grad_hidden.contiguous()
-        dist.all_reduce(grad_hidden, group=plan.group)
+    if grad_hidden is not None:
+        grad_hidden = spread(grad_hidden, hidden, index)
+        if plan.sum_hidden:
+            grad_hidden = sum_over_ranks(grad_hidden, plan.group)
     return (
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -261,13 +278,37 @@ def _gradients(
     )
 
 
-def _hidden_rows(hidden: Tensor, labels: Tensor, rows: slice, plan: Plan) -> Tensor:
+def _kept_logits(
+    cache: list[Tensor], rows: slice, loud: Tensor | None, per_chunk: list[int], chunk_rows: int
+) -> Tensor | None:
+    """The logits of a chunk of backward, if forward kept those of all its rows.
+
+    They are `loud[rows]`, or just `rows` without; of the loud rows so many are `per_chunk` of forward.
+    """
+    if loud is None:
+        number = rows.start // chunk_rows
+        return cache[number] if number < len(cache) else None
+    if rows.stop > sum(per_chunk[: len(cache)]):
+        return None
+    pieces, stop = [], 0
+    for number, (logits, count) in enumerate(zip(cache, per_chunk)):
+        start, stop = stop, stop + count
+        here = loud[max(start, rows.start) : min(stop, rows.stop)]
+        if here.numel():
+            pieces.append(logits.index_select(0, here - number * chunk_rows))
+    return torch.cat(pieces)
+
+
+def _hidden_rows(hidden: Tensor, labels: Tensor, rows: slice, plan: Plan, index: Tensor | None = None) -> Tensor:
     """The chunk's hidden states [M, H] in the compute dtype, zero-padded to M rows.
+
+    `labels` are those of the rows of `hidden` that `index` picks, if it is given. It picks none of the padding: that
+    comes last and is less than a chunk, and where rows are left out while chunks stay full, at least a chunk is.
 
     Ignored rows are read as zeros: whatever padding tokens hold (NaN included) reaches neither an output nor, as
     0 * NaN, the weight's gradient.
     """
-    x = hidden[rows].to(plan.compute_dtype)
+    x = (hidden[rows] if index is None else hidden.index_select(0, index[rows])).to(plan.compute_dtype)
     missing = (rows.stop - rows.start) - x.shape[0]
     if missing:
         x = pad(x, (0, 0, 0, missing))
@@ -279,20 +320,3 @@ def _upstream(grad: Tensor | None, labels: Tensor, plan: Plan) -> Tensor | None:
     if grad is None:
         return None
     return grad.to(plan.score_dtype).masked_fill(labels < 0, 0.0).contiguous()
-
-
-class _FirstOrderOnly(torch.autograd.Function):
-    """Passes gradients on; differentiating them again is an error. The other inputs only connect the graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, grad_hidden: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, *_: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return grad_hidden, grad_weight, grad_bias
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise BackendUnavailableError(
-            "linear_log_prob has no second derivative, and something differentiates its gradients (create_graph=True, "
-            "a gradient penalty, a Hessian product). Detach the gradients, or compute that loss from full logits."
-        )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_backend.head import tiled
+from npu_backend.head import tiled, tiles
 
 
 @torch.library.custom_op("npu_backend::tiled_head", mutates_args=(), device_types="cuda")
@@ -30,7 +30,7 @@ def tiled_head(
     """Log-probs [N], entropy [N], and for backward the planes [2, N] and the kept scores, padded."""
     plan = _plan(hidden, weight, bias, dtype, logit_scale, softcap, temperature, cache_columns)
     found = tiled.forward(hidden, weight, bias, labels, temperatures, plan)
-    cache = hidden.new_empty(0, dtype=plan.kept_dtype) if found.cache is None else tiled.whole_tile(found.cache)
+    cache = hidden.new_empty(0, dtype=plan.kept_dtype) if found.cache is None else tiles.whole_tile(found.cache)
     return found.log_probs, found.entropy, found.planes, cache
 
 
@@ -62,22 +62,12 @@ def tiled_head_backward(
 
 
 @tiled_head.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    temperatures: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    temperature: float,
-    dtype: torch.dtype,
-    cache_columns: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    dtype, cache_columns = rest[-2:]
     rows = labels.shape[0]
     values = [hidden.new_empty(*shape, rows, dtype=torch.float32) for shape in ((), (), (2,))]
-    shape = (rows, tiled.padded_columns(cache_columns)) if cache_columns else (0,)
-    return (*values, hidden.new_empty(shape, dtype=tiled.kept_dtype(dtype)))  # type: ignore[return-value]
+    shape = (rows, tiles.padded_columns(cache_columns)) if cache_columns else (0,)
+    return (*values, hidden.new_empty(shape, dtype=tiles.kept_dtype(dtype)))
 
 
 @tiled_head_backward.register_fake

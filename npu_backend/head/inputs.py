@@ -24,6 +24,7 @@ from npu_backend.head import sharded, vocab_parallel
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _TINY = torch.finfo(torch.float32).tiny  # of what is smaller the kernels would take the inverse, and find infinity
+_LARGEST = sys.float_info.max  # a global, because Dynamo of torch 2.5 cannot read an attribute of sys.float_info
 IGNORED = -1  # the label of an ignored row, inside the head
 
 _trusted: ContextVar[bool] = ContextVar("npu_backend_trusted_values", default=False)
@@ -68,6 +69,11 @@ class HeadInputs:
     shape: torch.Size
     group: Any
     may_ignore: bool
+
+    @property
+    def sums_hidden(self) -> bool:
+        """Whether the head has to sum the hidden states' gradient over `group`."""
+        return self.group is not None and not vocab_parallel.summed_upstream(self.hidden)
 
 
 def prepare(
@@ -115,7 +121,8 @@ def prepare(
     may_ignore = True
     if not torch.compiler.is_compiling() and not _trusted.get():
         may_ignore = _check_values(given, ignored, temperatures, vocab_size, ignore_index)
-    given = given.masked_fill(ignored, IGNORED)
+    # A copy in any case: the caller may change labels before backward.
+    given = given.masked_fill(ignored, IGNORED) if may_ignore else given.clone()
     return HeadInputs(
         hidden=hidden_states.reshape(-1, hidden_states.shape[-1]),
         weight=vocab_weights,
@@ -129,6 +136,12 @@ def prepare(
         group=None if shard is None else shard.group,
         may_ignore=may_ignore,
     )
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise HeadInputError unless `value` is a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise HeadInputError(f"{name} must be a positive integer, got {value!r}")
 
 
 def _error(problem: str) -> HeadInputError:
@@ -201,7 +214,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 
 def _is_finite(value: object) -> bool:
     # By comparison: torch.compile makes a symbol of a float that changes, and cannot trace math.isfinite of one.
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max  # type: ignore[operator]
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= _LARGEST  # type: ignore[operator]
 
 
 def _temperature(temperature: float | Tensor | None, labels: Tensor) -> tuple[float, Tensor | None]:
@@ -238,15 +251,20 @@ def _row_temperatures(temperature: Tensor, labels: Tensor) -> Tensor:
 def _check_values(
     labels: Tensor, ignored: Tensor, temperatures: Tensor | None, vocab_size: int | Tensor, ignore_index: int
 ) -> bool:
-    """Whether any row is ignored. One host synchronisation when all is well; the rest happens to word the error."""
-    # `>` of booleans is "and not". Few small kernels: nothing else runs on the device before this is answered.
-    bad = bad_labels = ((labels < 0) | (labels >= vocab_size)) > ignored
+    """Whether any row may be ignored. One host synchronisation when all is well; the rest happens to word the error."""
+    if labels.numel() == 0:
+        return False
+    # Few small kernels: nothing else runs on the device before this is answered. Outside the vocabulary either the
+    # label or its distance to the last entry is negative, and so is what has the bits of both; inside, one of them is
+    # positive. (In a vocabulary of one entry neither is: then rows may be ignored.)
+    codes = (vocab_size - 1 - labels).bitwise_or_(labels).masked_fill_(ignored, 0)
     if temperatures is not None:
         bad_temperatures = ~(torch.isfinite(temperatures) & (temperatures >= _TINY))
-        bad = bad_labels | bad_temperatures
-    worst = int(ignored.byte().add_(bad, alpha=2).max()) if labels.numel() else 0  # 1: ignored, 2: bad, 3: both
-    if worst < 2:
-        return worst == 1
+        codes.masked_fill_(bad_temperatures, -1)
+    lowest = int(codes.min())
+    if lowest >= 0:
+        return lowest == 0
+    bad_labels = ((labels < 0) | (labels >= vocab_size)) & ~ignored
     if bool(bad_labels.any()):
         row = int(bad_labels.nonzero()[0])
         raise _error(

@@ -28,19 +28,24 @@ def why_unusable() -> str | None:
     return None
 
 
-def check_options(given: HeadInputs) -> None:
-    """Refuse what Liger's function has no argument for.
-
-    Raises:
-        HeadInputError: names the options.
-    """
+def refused_options(given: HeadInputs) -> str:
+    """The options that are given and for which Liger's function has no argument, in words; empty for none."""
     options = {
         "bias": given.bias is not None,
         "logit_scale": given.logit_scale != 1.0,
         "softcap": given.softcap is not None,
         "a temperature per row": given.temperatures is not None,
     }
-    refused = ", ".join(name for name, is_given in options.items() if is_given)
+    return ", ".join(name for name, is_given in options.items() if is_given)
+
+
+def check_options(given: HeadInputs) -> None:
+    """Refuse what Liger's function has no argument for.
+
+    Raises:
+        HeadInputError: names the options.
+    """
+    refused = refused_options(given)
     if refused:
         raise HeadInputError(
             f"linear_log_prob: impl_backend='liger' cannot apply {refused}: Liger's function has no such argument. "

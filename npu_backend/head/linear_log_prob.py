@@ -19,8 +19,9 @@ from torch.nn.functional import pad
 
 from npu_backend.config import read_environment
 from npu_backend.errors import HeadInputError
-from npu_backend.head import backends, inputs, liger, rows_eager, sharded, triton_cuda, vocab_parallel
+from npu_backend.head import backends, inputs, liger, rows_eager, sharded, triton_cuda, triton_npu
 from npu_backend.head.chunked import ChunkedHead, Plan
+from npu_backend.head.selection import leaves_rows_out
 
 DEFAULT_CHUNK_ROWS = 512
 _LARGEST_GIB = sys.float_info.max / 2**30
@@ -73,7 +74,7 @@ def linear_log_prob(
         impl_backend: "torch", "triton", "liger" or "auto"; None means "torch".
         process_group: of a vocabulary-parallel weight (tensor parallel): `vocab_weights` and `bias` are this rank's
             part, `hidden_states` and `labels` the same on every rank of the group. The hidden states' gradient is
-            summed over the group (`vocab_parallel` says when not). Only the torch backend can.
+            summed over the group (`vocab_parallel` says when not). Liger cannot.
         logits_cache_gib: GiB of logits that may be kept for backward instead of being recomputed. None means
             NPU_BACKEND_LOGITS_CACHE_GIB, else "auto": half of what is free at that moment for the triton backend (which
             keeps scores, in half precision), 0 for the torch backend (where no bit depends on it).
@@ -87,11 +88,25 @@ def linear_log_prob(
             positive; a weight that FSDP has not gathered.
         ConfigError: no such backend, or an unknown NPU_BACKEND_* variable.
         BackendUnavailableError: the backend cannot be used here, or the release does not have what was asked for.
+
+    Examples:
+        >>> import torch, npu_backend
+        >>> hidden, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(32, 8, requires_grad=True)
+        >>> labels = torch.tensor([[5, 0, -100], [31, -100, 7]])
+        >>> output = npu_backend.linear_log_prob(hidden, weight, labels, temperature=0.8)
+        >>> output.log_probs.shape, output.entropy.dtype, output.backend
+        (torch.Size([2, 3]), torch.float32, 'torch')
+        >>> output.log_probs[labels == -100].tolist()
+        [0.0, 0.0]
+        >>> output.log_probs.sum().backward()
+        >>> hidden.grad.shape, weight.grad.shape
+        (torch.Size([2, 3, 8]), torch.Size([32, 8]))
     """
-    return compute(
+    return in_chunks(
         hidden_states,
         vocab_weights,
         labels,
+        chunk_rows=DEFAULT_CHUNK_ROWS,
         temperature=temperature,
         bias=bias,
         logit_scale=logit_scale,
@@ -101,7 +116,45 @@ def linear_log_prob(
         impl_backend=impl_backend,
         process_group=process_group,
         logits_cache_gib=logits_cache_gib,
-        chunk_rows=DEFAULT_CHUNK_ROWS,
+    )
+
+
+def in_chunks(
+    hidden_states: Tensor,
+    vocab_weights: Tensor,
+    labels: Tensor,
+    *,
+    chunk_rows: int,
+    temperature: float | Tensor | None = 1.0,
+    bias: Tensor | None = None,
+    logit_scale: float | None = None,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    calculate_entropy: bool = True,
+    impl_backend: str | None = None,
+    process_group: Any = None,
+    logits_cache_gib: float | str | None = None,
+) -> LinearLogProbOutput:
+    """`linear_log_prob` with so many rows per chunk of the torch backend: more is faster and takes more memory."""
+    backends.check_name(impl_backend)
+    inputs.check_count("linear_log_prob: chunk_rows", chunk_rows)
+    cache_bytes = _cache_bytes(logits_cache_gib)
+    given = inputs.prepare(
+        hidden_states, vocab_weights, labels, temperature, bias, logit_scale, softcap, ignore_index, process_group
+    )
+    dtype = _compute_dtype(given.hidden, given.weight)
+    device = given.hidden.device
+    backend = backends.resolve(impl_backend, device, dtype, vocab_parallel=given.group is not None, given=given).name
+    given = _gathered(given, dtype)
+    if backend == "liger":
+        liger.check_options(given)
+    if given.labels.numel() == 0 and (backend == "liger" or device.type == "npu"):
+        backend = "torch"  # the others refuse an empty batch; the graph still has to reach the weight
+    log_probs, entropy = _run(backend, given, dtype, calculate_entropy, cache_bytes, chunk_rows)
+    return LinearLogProbOutput(
+        _outgoing(log_probs, given.shape),
+        None if entropy is None else _outgoing(entropy, given.shape),
+        backend,
     )
 
 
@@ -115,8 +168,14 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(log_probs, entropy), float32, shaped like `labels`: verl's Triton head, with its positional arguments.
 
-    `hidden` [..., H] may carry dimensions of size 1 that `labels` lacks or has elsewhere (Megatron passes [S, 1, H]
-    with [1, S]). With a `dist_process_group`, `weight` is this rank's part of the vocabulary.
+    Args:
+        hidden: [..., H], floating point. It may carry dimensions of size 1 that `labels` lacks or has elsewhere
+            (Megatron passes [S, 1, H] with [1, S]).
+        weight: [V, H], floating point; with a `dist_process_group` this rank's part of the vocabulary.
+        labels: [N] or [B, S], integers, already shifted.
+        temperature: as in `linear_log_prob`.
+        reduction: "none" only.
+        dist_process_group: `process_group` of `linear_log_prob`.
 
     Raises:
         HeadInputError: another reduction than "none"; else as `linear_log_prob`.
@@ -134,63 +193,49 @@ def linear_cross_entropy(
     return log_probs, entropy
 
 
-def compute(
-    hidden_states: Tensor,
-    vocab_weights: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor | None = 1.0,
-    bias: Tensor | None = None,
-    logit_scale: float | None = None,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    calculate_entropy: bool = True,
-    impl_backend: str | None = None,
-    process_group: Any = None,
-    logits_cache_gib: float | str | None = None,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
-) -> LinearLogProbOutput:
-    """`linear_log_prob` with a chunk size: M, the rows of a chunk."""
-    backends.check_name(impl_backend)
-    cache_bytes = _cache_bytes(logits_cache_gib)
-    given = inputs.prepare(
-        hidden_states, vocab_weights, labels, temperature, bias, logit_scale, softcap, ignore_index, process_group
-    )
-    dtype = _compute_dtype(given.hidden, given.weight)
-    backend = backends.resolve(impl_backend, given.hidden.device, dtype, vocab_parallel=given.group is not None).name
-    given = _gathered(given, dtype)
+def _run(
+    backend: str,
+    given: inputs.HeadInputs,
+    dtype: torch.dtype,
+    calculate_entropy: bool,
+    cache_bytes: int | None,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [N] and entropy [N] | None by one backend."""
     if backend == "liger":
-        liger.check_options(given)
-        if given.labels.numel() == 0:
-            backend = "torch"  # Liger refuses an empty batch; the graph still has to reach the weight
-    if backend == "liger":
-        log_probs, entropy = liger.log_prob_and_entropy(given, dtype, calculate_entropy=calculate_entropy)
-    elif backend == "triton":
-        log_probs, entropy = triton_cuda.log_prob_and_entropy(
+        return liger.log_prob_and_entropy(given, dtype, calculate_entropy=calculate_entropy)
+    if backend == "triton" and given.hidden.device.type == "npu":
+        return triton_npu.log_prob_and_entropy(
+            given,
+            dtype,
+            calculate_entropy=calculate_entropy,
+            cache_bytes=cache_bytes,
+            chunk_rows=chunk_rows,
+            needs_backward=_needs_backward(given),
+        )
+    if backend == "triton":
+        return triton_cuda.log_prob_and_entropy(
             given,
             dtype,
             calculate_entropy=calculate_entropy,
             cache_bytes=cache_bytes if _needs_backward(given) else 0,
         )
-    else:
-        plan = Plan(
-            kernels=rows_eager,
-            chunk_rows=chunk_rows,
-            compute_dtype=dtype,
-            logit_scale=given.logit_scale,
-            softcap=given.softcap,
-            temperature=given.temperature,
-            calculate_entropy=calculate_entropy,
-            cache_bytes=(cache_bytes or 0) if _needs_backward(given) else 0,
-            group=given.group,
-            sum_hidden=given.group is not None and not vocab_parallel.summed_upstream(given.hidden),
-        )
-        log_probs, entropy = _chunked(given, plan)
-    return LinearLogProbOutput(
-        _outgoing(log_probs, given.shape),
-        None if entropy is None else _outgoing(entropy, given.shape),
-        backend,
+    plan = Plan(
+        kernels=rows_eager,
+        chunk_rows=chunk_rows,
+        compute_dtype=dtype,
+        logit_scale=given.logit_scale,
+        softcap=given.softcap,
+        temperature=given.temperature,
+        calculate_entropy=calculate_entropy,
+        cache_bytes=(cache_bytes or 0) if _needs_backward(given) else 0,
+        compact=leaves_rows_out(given.hidden, default=False),
+        may_ignore=given.may_ignore,
+        multiple=chunk_rows if read_environment().batch_invariant else 1,
+        group=given.group,
+        sum_hidden=given.sums_hidden,
     )
+    return _chunked(given, plan)
 
 
 def _outgoing(values: Tensor, shape: torch.Size) -> Tensor:
@@ -202,8 +247,8 @@ def _outgoing(values: Tensor, shape: torch.Size) -> Tensor:
 
 def _chunked(given: inputs.HeadInputs, plan: Plan) -> tuple[Tensor, Tensor | None]:
     labels, temperatures = given.labels, given.temperatures
-    if read_environment().batch_invariant:  # fill the last chunk up with ignored rows
-        missing = -labels.numel() % plan.chunk_rows
+    missing = -labels.numel() % plan.multiple
+    if missing:  # fill the last chunk up with ignored rows
         labels = pad(labels, (0, missing), value=inputs.IGNORED)
         temperatures = None if temperatures is None else pad(temperatures, (0, missing), value=1.0)
     log_probs, entropy = ChunkedHead.apply(  # type: ignore[no-untyped-call]
@@ -215,6 +260,8 @@ def _chunked(given: inputs.HeadInputs, plan: Plan) -> tuple[Tensor, Tensor | Non
 
 def _gathered(given: inputs.HeadInputs, dtype: torch.dtype) -> inputs.HeadInputs:
     """DTensors gathered: the weight in the GEMMs' dtype, the bias, which is added in float32, in its own."""
+    if not (sharded.is_dtensor(given.weight) or sharded.is_dtensor(given.bias)):
+        return given  # not only for speed: Dynamo of torch 2.5 cannot trace `replace`
     bias = None if given.bias is None else sharded.gather(given.bias, given.bias.dtype)
     return dataclasses.replace(given, weight=sharded.gather(given.weight, dtype), bias=bias)
 

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from npu_backend.errors import HeadInputError
-from npu_backend.head import backends
-from npu_backend.head.linear_log_prob import DEFAULT_CHUNK_ROWS, compute
+from npu_backend.head import backends, inputs
+from npu_backend.head.linear_log_prob import DEFAULT_CHUNK_ROWS, in_chunks
 
 
 class FusedLinearForPPO(nn.Module):
     """Log-probs and entropy from hidden states and the output embedding's weight. Holds no parameters and no state.
 
     Args:
-        chunk_size: rows per chunk of the torch backend: more is faster and takes more memory.
+        chunk_size: rows per chunk of the torch backend, 512 if not given: more is faster and takes more memory.
         impl_backend: "torch", "triton", "liger" or "auto"; None means "torch".
 
     Raises:
         ConfigError: (a ValueError) no such backend.
         HeadInputError: `chunk_size` is not a positive integer.
+
+    Examples:
+        >>> import torch, npu_backend
+        >>> head = npu_backend.FusedLinearForPPO(chunk_size=2)
+        >>> log_probs, entropy = head.forward(torch.randn(3, 8), torch.randn(32, 8), torch.tensor([5, 0, 31]))
+        >>> log_probs.shape, bool((entropy >= 0).all())
+        (torch.Size([3]), True)
     """
 
     def __init__(self, chunk_size: int = DEFAULT_CHUNK_ROWS, impl_backend: str | None = None) -> None:
         super().__init__()
         backends.check_name(impl_backend)
-        if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-            raise HeadInputError(f"FusedLinearForPPO: chunk_size must be a positive integer, got {chunk_size!r}")
+        inputs.check_count("FusedLinearForPPO: chunk_size", chunk_size)
         self.chunk_size = chunk_size
         self.impl_backend = impl_backend
 
@@ -47,7 +52,7 @@ class FusedLinearForPPO(nn.Module):
         Raises:
             HeadInputError: as `linear_log_prob`.
         """
-        log_probs, entropy, _ = compute(
+        log_probs, entropy, _ = in_chunks(
             hidden_states,
             vocab_weights,
             input_ids,

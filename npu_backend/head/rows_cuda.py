@@ -17,9 +17,8 @@ What is known of each row travels in one float32 tensor of planes [M]:
     4 slope     ... with upstream gradients, temperature and logit scale in them
     5 at_label  ... and this one for the label's logit
 
-Padded vocabulary entries (logits of -inf) contribute nothing; NaN stays NaN.
-
-Letters: M rows, C columns of a tile, V vocabulary size, H hidden size. Tiles may have any row stride.
+Padded vocabulary entries (logits of -inf) contribute nothing; NaN stays NaN. Tiles may have any row stride.
+Letters: M rows, C columns of a tile, V vocabulary size, H hidden size.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton reads a kernel's annotations: no `from __future__ import annotations` here.
@@ -47,13 +46,15 @@ def _capped(logit, column_bias, logit_scale, softcap, SOFTCAP: tl.constexpr):
     return u
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "V"])
 def _label_scores(
-    x_ptr, w_ptr, bias_ptr, labels_ptr, temperatures_ptr, rows_ptr, x_stride, w_stride, H, M, temperature, logit_scale,
-    softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, labels_ptr, temperatures_ptr, rows_ptr, x_stride, w_stride, H, M, V, temperature,
+    logit_scale, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    label = tl.maximum(tl.load(labels_ptr + row), 0)
+    label = tl.load(labels_ptr + row)
+    here = (label >= 0) & (label < V)
+    label = tl.where(here, label, 0)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -64,8 +65,9 @@ def _label_scores(
     if PER_ROW:
         temperature = tl.load(temperatures_ptr + row).to(tl.float32)
     factor = 1.0 / temperature * _LOG2_E
+    base = _capped(tl.sum(total, 0), bias, logit_scale, softcap, SOFTCAP) * factor
     tl.store(rows_ptr + row, factor)
-    tl.store(rows_ptr + M + row, _capped(tl.sum(total, 0), bias, logit_scale, softcap, SOFTCAP) * factor)
+    tl.store(rows_ptr + M + row, tl.where(here, base, 0.0))
 
 
 @triton.jit
@@ -81,7 +83,7 @@ def _fold(m, s, t, v):
     return largest, s, t
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "plane"])
 def _statistics(
     z_ptr, kept_ptr, bias_ptr, rows_ptr, partials_ptr, z_stride, kept_stride, plane, M, C, logit_scale, softcap,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
@@ -120,10 +122,8 @@ def _statistics(
 
 
 @triton.jit
-def _finish(
-    partials_ptr, labels_ptr, log_probs_ptr, entropy_ptr, M, parts, plane, PARTS: tl.constexpr, ROWS: tl.constexpr
-):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def _merged(partials_ptr, rows, M, parts, plane, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """Statistics (m, S, T) of some rows over all parts."""
     m = tl.full((ROWS,), _LOWEST, tl.float32)
     s = tl.zeros((ROWS,), tl.float32)
     t = tl.zeros((ROWS,), tl.float32)
@@ -142,6 +142,24 @@ def _finish(
         t = shrink * (t + s * moved) + tl.sum(part_shrink * (part_t + part_s * part_moved), 0)
         s = shrink * s + tl.sum(part_shrink * part_s, 0)
         m = largest
+    return m, s, t
+
+
+@triton.jit(do_not_specialize=["M", "parts", "plane"])
+def _merge(partials_ptr, out_ptr, M, parts, plane, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m, s, t = _merged(partials_ptr, rows, M, parts, plane, PARTS, ROWS)
+    tl.store(out_ptr + rows, m, mask=rows < M)
+    tl.store(out_ptr + M + rows, s, mask=rows < M)
+    tl.store(out_ptr + 2 * M + rows, t, mask=rows < M)
+
+
+@triton.jit(do_not_specialize=["M", "parts", "plane"])
+def _finish(
+    partials_ptr, labels_ptr, log_probs_ptr, entropy_ptr, M, parts, plane, PARTS: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m, s, t = _merged(partials_ptr, rows, M, parts, plane, PARTS, ROWS)
     log_total = tl.log2(s)
     ignored = tl.load(labels_ptr + rows, mask=rows < M, other=-1) < 0
     # A log-prob is never positive; rounding of the label's own term could make it so by its last bit.
@@ -159,7 +177,7 @@ def _one_minus_exp(x):
     return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _coefficients(
     rows_ptr, labels_ptr, log_probs_ptr, entropy_ptr, g_ptr, h_ptr, out_ptr, loud_ptr, M, logit_scale, softcap,
     G: tl.constexpr, H: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
@@ -187,63 +205,88 @@ def _coefficients(
     tl.store(loud_ptr + rows, (g != 0.0) | (h != 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
+def _order(loud_ptr, order_ptr, count_ptr, holes_ptr, M, BLOCK: tl.constexpr):
+    movers_ptr = holes_ptr + M
+    total = 0
+    for start in range(0, M, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(loud_ptr + at, mask=at < M, other=0).to(tl.int32), 0)
+    tl.store(count_ptr, total)
+    holes = 0
+    movers = 0
+    for start in range(0, M, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        loud = tl.load(loud_ptr + at, mask=at < M, other=0) != 0
+        hole = ((at < total) & (loud == 0)).to(tl.int32)
+        mover = ((at >= total) & loud).to(tl.int32)
+        tl.store(order_ptr + at, at.to(tl.int64), mask=(at < total) & loud)
+        tl.store(holes_ptr + holes + tl.cumsum(hole, 0) - 1, at, mask=hole != 0)
+        tl.store(movers_ptr + movers + tl.cumsum(mover, 0) - 1, at, mask=mover != 0)
+        holes += tl.sum(hole, 0)
+        movers += tl.sum(mover, 0)
+    tl.debug_barrier()  # what is read next was written by other threads
+    for start in range(0, holes, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        hole = tl.load(holes_ptr + at, mask=at < holes, other=0)
+        tl.store(order_ptr + hole, tl.load(movers_ptr + at, mask=at < holes, other=0).to(tl.int64), mask=at < holes)
+
+
+@triton.jit(do_not_specialize=["M", "first"])
 def _gradient(
-    source_ptr, target_ptr, bias_ptr, index_ptr, rows_ptr, source_stride, target_stride, M, C, logit_scale, softcap,
-    GATHER: tl.constexpr, SCORES: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    source_ptr, target_ptr, bias_ptr, labels_ptr, order_ptr, count_ptr, rows_ptr, source_stride, target_stride, first,
+    M, C, logit_scale, softcap, ORDER: tl.constexpr, SCORES: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * (SPAN * BLOCK)
+    end = tl.minimum(begin + SPAN * BLOCK, C)
     source = row
-    if GATHER:
-        source = tl.load(index_ptr + row)
-    factor = tl.load(rows_ptr + row)
-    base = tl.load(rows_ptr + M + row)
-    shift = tl.load(rows_ptr + 2 * M + row)
-    constant = tl.load(rows_ptr + 3 * M + row)
-    slope = tl.load(rows_ptr + 4 * M + row)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source_ptr + source * source_stride + at, mask=at < C, other=0.0).to(tl.float32)
-    if SCORES:
-        v = value
-    else:
-        bias = tl.load(bias_ptr + at, mask=at < C, other=0.0).to(tl.float32) if BIAS else 0.0
-        v = _capped(value, bias, logit_scale, softcap, SOFTCAP) * factor - base
-    log_p = tl.maximum(v + shift, _NEVER, propagate_nan=_NAN_STAYS)
-    gradient = tl.exp2(log_p) * (constant + slope * log_p)
-    if SOFTCAP:
-        saturation = (v + base) / (factor * softcap)
-        gradient *= 1.0 - saturation * saturation
-    tl.store(target_ptr + row * target_stride + at, gradient.to(target_ptr.dtype.element_ty), mask=at < C)
-
-
-@triton.jit
-def _label_gradient(target_ptr, labels_ptr, rows_ptr, target_stride, first, M, C, ROWS: tl.constexpr):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.load(labels_ptr + rows, mask=rows < M, other=-1) - first
-    gradient = tl.load(rows_ptr + 5 * M + rows, mask=rows < M, other=0.0)
-    at = target_ptr + rows.to(tl.int64) * target_stride + column
-    tl.store(at, gradient.to(target_ptr.dtype.element_ty), mask=(column >= 0) & (column < C) & (rows < M))
+    if ORDER:
+        in_use = row < tl.load(count_ptr)
+        source = tl.load(order_ptr + row, mask=in_use, other=0)
+        end = tl.where(in_use, end, begin)
+    column = tl.load(labels_ptr + source) - first
+    factor = tl.load(rows_ptr + source)
+    base = tl.load(rows_ptr + M + source)
+    shift = tl.load(rows_ptr + 2 * M + source)
+    constant = tl.load(rows_ptr + 3 * M + source)
+    slope = tl.load(rows_ptr + 4 * M + source)
+    at_label = tl.load(rows_ptr + 5 * M + source)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(source_ptr + source * source_stride + at, mask=at < C, other=0.0).to(tl.float32)
+        if SCORES:
+            v = value
+        else:
+            bias = tl.load(bias_ptr + at, mask=at < C, other=0.0).to(tl.float32) if BIAS else 0.0
+            v = _capped(value, bias, logit_scale, softcap, SOFTCAP) * factor - base
+        log_p = tl.maximum(v + shift, _NEVER, propagate_nan=_NAN_STAYS)
+        gradient = tl.exp2(log_p) * (constant + slope * log_p)
+        if SOFTCAP:
+            saturation = (v + base) / (factor * softcap)
+            gradient *= 1.0 - saturation * saturation
+        gradient = tl.where(at == column, at_label, gradient)
+        tl.store(target_ptr + row * target_stride + at, gradient.to(target_ptr.dtype.element_ty), mask=at < C)
 
 
 def label_scores(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperatures: Tensor | None, *, temperature: float,
     logit_scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Planes factor and base of each row, [2, M]; base from one dot product a row. Negative labels give any number.
+    """Planes factor and base of each row, [2, M]; base from one dot product a row, 0 where the label is not here.
 
     Args:
-        x: [M, H].
-        weight: [V, H].
-        bias: [V] or None.
-        labels: [M] int64.
+        x: [M, H]; weight: [V, H]; bias: [V] or None.
+        labels: [M] int64, negative or V where it is ignored or in another rank's part of the vocabulary.
         temperatures: [M] or None, then `temperature` holds for all.
-        temperature: see `ScoreTransform`; so are logit_scale and softcap.
+        temperature, logit_scale, softcap: see `ScoreTransform`.
     """
     rows, width = x.shape
     planes = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     _label_scores[(rows,)](
-        x, weight, bias, labels, temperatures, planes, x.stride(0), weight.stride(0), width, rows, temperature,
-        logit_scale, softcap or 1.0, BIAS=bias is not None, SOFTCAP=softcap is not None,
+        x, weight, bias, labels, temperatures, planes, x.stride(0), weight.stride(0), width, rows, weight.shape[0],
+        temperature, logit_scale, softcap or 1.0, BIAS=bias is not None, SOFTCAP=softcap is not None,
         PER_ROW=temperatures is not None, BLOCK=min(1024, triton.next_power_of_2(width)), num_warps=4,
     )  # fmt: skip
     return planes
@@ -255,13 +298,8 @@ def statistics(
 ) -> None:  # fmt: skip
     """Leave (m, S, T) of each row of `logits` [M, C] in `partials` [3, 1, M], and the scores in `kept` [M, C].
 
-    Args:
-        logits: as the GEMM wrote them, float32 where the GEMM can.
-        kept: None where nobody keeps them.
-        bias: [C], this tile's part, or None.
-        planes: what `label_scores` gave.
-        partials: a view of all parts' statistics.
-        logit_scale: see `ScoreTransform`; so is softcap.
+    `logits` are as the GEMM wrote them (float32 where it can), `bias` is this tile's part [C], `planes` are what
+    `label_scores` gave, and `partials` may be a view of all parts' statistics.
     """
     rows, columns = logits.shape
     _statistics[(rows,)](
@@ -269,6 +307,15 @@ def statistics(
         partials.stride(0), rows, columns, logit_scale, softcap or 1.0,
         BIAS=bias is not None, SOFTCAP=softcap is not None, KEEP=kept is not None, LANES=1024, num_warps=8,
     )  # fmt: skip
+
+
+def merge(partials: Tensor) -> Tensor:
+    """Statistics [3, parts, M] over all parts, [3, 1, M]."""
+    _, parts, rows = partials.shape
+    merged = partials.new_empty(3, 1, rows)
+    grid = (triton.cdiv(rows, 32),)
+    _merge[grid](partials, merged, rows, parts, partials.stride(0), PARTS=32, ROWS=32, num_warps=4)
+    return merged
 
 
 def finish(partials: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -286,7 +333,7 @@ def coefficients(
     planes: Tensor, labels: Tensor, log_probs: Tensor, entropy: Tensor, grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None, *, logit_scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """All six planes [6, M], and which rows have an upstream gradient that is not zero, [M] bool.
+    """All six planes [6, M], and which rows have an upstream gradient that is not zero (loud), [M] bool.
 
     d log p_y / d z_j = [j = y] - p_j and d entropy / d z_j = -p_j (log p_j + entropy), by the chain rule down to
     logits. At the label 1 - p is taken as -expm1(log p): the difference of two numbers near 1 would lose what matters
@@ -295,9 +342,9 @@ def coefficients(
     Args:
         planes: what `label_scores` gave.
         labels: [M]; where negative the upstream gradients are taken as zero.
-        log_probs: [M]; entropy: [M].
-        grad_log_probs: [M] float32, contiguous, or None for zeros; so is grad_entropy.
-        logit_scale: see `ScoreTransform`; so is softcap.
+        log_probs, entropy: [M].
+        grad_log_probs, grad_entropy: [M] float32, contiguous, or None for zeros.
+        logit_scale, softcap: see `ScoreTransform`.
     """
     rows = labels.numel()
     out = torch.empty(6, rows, dtype=torch.float32, device=planes.device)
@@ -309,35 +356,45 @@ def coefficients(
     return out, loud
 
 
+def order(loud: Tensor) -> tuple[Tensor, Tensor]:
+    """Which row goes to each of the first L places when only the L loud rows shall be there: ([M] int64, [1] int64: L).
+
+    A loud row among the first L stays where it is, and the others fill the gaps. So no row moves to where a loud one
+    has been, all may move at the same time, and nothing waits for the host. What lies beyond L in the first is any
+    number.
+    """
+    rows = loud.numel()
+    places = torch.empty(rows, dtype=torch.int64, device=loud.device)
+    count = places.new_empty(1)
+    holes_and_movers = places.new_empty(2, rows, dtype=torch.int32)
+    _order[(1,)](loud.view(torch.uint8), places, count, holes_and_movers, rows, BLOCK=1024, num_warps=8)
+    return places, count
+
+
 def gradient(
-    source: Tensor, target: Tensor, index: Tensor | None, bias: Tensor | None, planes: Tensor, *, scores: bool,
-    logit_scale: float, softcap: float | None,
+    source: Tensor, target: Tensor, bias: Tensor | None, labels: Tensor, first: int, planes: Tensor,
+    moves: tuple[Tensor, Tensor] | None = None, *, scores: bool, logit_scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    """Write the gradient of the logits [M, C], but for the labels' own, which `label_gradient` sets.
+    """Write the gradient of the logits [M, C].
 
     Args:
-        source: logits from the GEMM, or kept scores: [M, C]; [anything, C] with `index`.
-        target: [M, C]; without `index` it may be the memory of `source`, if their elements are of one size.
-        index: the row of `source` of each row of `target`, or None.
+        source: logits from the GEMM, or kept scores: [M, C].
+        target: [M, C]; it may be the memory of `source`, if their elements are of one size.
         bias: [C], this tile's part, or None.
-        planes: [6, M] of the rows of `target`.
+        labels: [M] of the rows of `source`.
+        first: the vocabulary entry of the first column.
+        planes: [6, M] of the rows of `source`.
+        moves: what `order` gave: only the rows named there are computed, and go to the places given there.
         scores: `source` holds kept scores.
-        logit_scale: see `ScoreTransform`; so is softcap.
+        logit_scale, softcap: see `ScoreTransform`.
     """
-    rows, columns = target.shape
+    rows, columns = source.shape
     if target.stride(0) % 16 == 0 and source.stride(0) % 16 == 0 and bias is None:
         columns = -(-columns // 16) * 16  # into the padding of the rows, so that loads and stores stay wide
-    block = 4096
-    _gradient[(rows, triton.cdiv(columns, block))](
-        source, target, bias, index, planes, source.stride(0), target.stride(0), rows, columns, logit_scale,
-        softcap or 1.0, GATHER=index is not None, SCORES=scores, BIAS=bias is not None, SOFTCAP=softcap is not None,
-        BLOCK=block, num_warps=8,
+    places, count = (None, None) if moves is None else moves
+    block, span = 2048, 10  # long enough that programs of rows that are left out, which find nothing to do, cost little
+    _gradient[(rows, triton.cdiv(columns, span * block))](
+        source, target, bias, labels, places, count, planes, source.stride(0), target.stride(0), first, rows, columns,
+        logit_scale, softcap or 1.0, ORDER=moves is not None, SCORES=scores, BIAS=bias is not None,
+        SOFTCAP=softcap is not None, SPAN=span, BLOCK=block, num_warps=4,
     )  # fmt: skip
-
-
-def label_gradient(target: Tensor, labels: Tensor, first: int, planes: Tensor) -> None:
-    """Set the gradient at the labels that lie in the tile `target` [M, C], whose columns begin at `first`."""
-    rows, columns = target.shape
-    _label_gradient[(triton.cdiv(rows, 256),)](
-        target, labels, planes, target.stride(0), first, rows, columns, ROWS=256, num_warps=4
-    )

@@ -41,7 +41,11 @@ def gather(value: Tensor, dtype: torch.dtype) -> Tensor:
     from torch.distributed.tensor import Partial
 
     sharded: Any = value.to(dtype)
-    whole: Tensor = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
+    mesh = sharded.device_mesh
+    on_cpu = mesh.device_type == "cpu"  # gloo of torch 2.5 gives the sum, or an error, where a mean is asked for
+    whole: Tensor = sharded.full_tensor(grad_placements=[Partial("sum" if on_cpu else "avg")] * mesh.ndim)
+    if on_cpu and whole.requires_grad:
+        whole.register_hook(lambda gradient: gradient / mesh.size())
     return whole
 
 

@@ -19,6 +19,7 @@ Letters: N rows, M rows that count, H hidden size, V vocabulary size, C columns 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,15 +27,17 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
-from npu_backend.head.chunked import _FirstOrderOnly
+from npu_backend.head import vocab_parallel
+from npu_backend.head.selection import FirstOrderOnly, Later, indices, spread, sum_over_ranks, take, within
+from npu_backend.head.tiles import ALIGN, kept_dtype, multiply, new_tile, product_dtype
 from npu_backend.log import warn_once
 
 _LESS_MEMORY = "a smaller logits_cache_gib, or 0, asks for less"
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-_ALIGN = 256  # columns; a tile of the fused kernel, and wide enough for every load
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class TilePlan:
         compact: leave out rows that change nothing, which takes a host synchronisation to find them.
         may_ignore: False where it is known that no row is ignored.
         consume: let the gradient take the place of the kept scores.
+        group: the process group among whose ranks the vocabulary is divided, or None.
+        sum_hidden: sum the hidden states' gradient over `group`.
     """
 
     kernels: ModuleType
@@ -67,6 +72,8 @@ class TilePlan:
     compact: bool
     may_ignore: bool = True
     consume: bool = True
+    group: Any = None
+    sum_hidden: bool = False
 
     @property
     def transform(self) -> dict[str, float | None]:
@@ -79,9 +86,9 @@ class TilePlan:
 
     def tiles(self, start: int, stop: int, rows: int, element_bytes: int) -> Iterator[slice]:
         """Tiles of columns start..stop, of about one width, whose [rows, C] elements keep within `tile_bytes`."""
-        largest = max(_ALIGN, self.tile_bytes // (max(rows, 1) * element_bytes) // _ALIGN * _ALIGN)
+        largest = max(ALIGN, self.tile_bytes // (max(rows, 1) * element_bytes) // ALIGN * ALIGN)
         count = max(1, -(-(stop - start) // largest))
-        width = -(-(stop - start) // (count * _ALIGN)) * _ALIGN
+        width = -(-(stop - start) // (count * ALIGN)) * ALIGN
         for first in range(start, stop, max(width, 1)):
             yield slice(first, min(first + width, stop))
 
@@ -106,7 +113,8 @@ class Found(NamedTuple):
 class TiledHead(torch.autograd.Function):
     """apply(hidden [N, H], weight [V, H], bias [V] | None, labels [N], temperatures [N] | None, plan).
 
-    Returns log-probs [N] and entropy [N] | None in float32. Labels are int64, negative where the row is ignored.
+    Returns log-probs [N] and entropy [N] | None in float32. Labels are int64, negative where the row is ignored, V
+    where the label is in another rank's part of the vocabulary.
     """
 
     @staticmethod
@@ -124,8 +132,8 @@ class TiledHead(torch.autograd.Function):
         ctx.plan = plan
         ctx.cache_is_fresh = True
         ctx.save_for_backward(hidden, weight, bias, labels, *found)
-        log_probs = _spread(found.log_probs, labels, found.counting)
-        return log_probs, _spread(found.entropy, labels, found.counting) if plan.calculate_entropy else None
+        log_probs = spread(found.log_probs, labels, found.counting)
+        return log_probs, spread(found.entropy, labels, found.counting) if plan.calculate_entropy else None
 
     @staticmethod
     def backward(
@@ -150,7 +158,7 @@ class TiledHead(torch.autograd.Function):
                 grads = backward(hidden, weight, bias, labels, found, upstream, wants, ctx.plan)
         if torch.is_grad_enabled():  # create_graph=True
             given = [grad for grad in upstream if grad is not None]
-            grads = _FirstOrderOnly.apply(*grads, hidden, weight, bias, *given)  # type: ignore[no-untyped-call]
+            grads = FirstOrderOnly.apply(*grads, hidden, weight, bias, *given)  # type: ignore[no-untyped-call]
         return (*grads, None, None, None)
 
 
@@ -159,44 +167,50 @@ def forward(
 ) -> Found:
     """Log-probs and entropy of the rows that count, and what backward needs to know."""
     with _on(hidden), _profiled("npu_backend.head.forward"):
-        index = _indices(labels >= 0) if plan.compact and plan.may_ignore else None
+        index = indices(labels >= 0) if plan.compact and plan.may_ignore else None
         x = _counting_rows(hidden, labels, index, plan)
-        labels = _take(labels, index)
+        labels = take(labels, index)
         w = weight.to(plan.compute_dtype)
         planes = plan.kernels.label_scores(
-            x, w, bias, labels, _take(temperatures, index), temperature=plan.temperature, **plan.transform
+            x, w, bias, labels, take(temperatures, index), temperature=plan.temperature, **plan.transform
         )
+        if plan.group is not None:
+            dist.all_reduce(planes[1], group=plan.group)  # the base is 0 wherever the label is not
         cache = _new_cache(x, plan)
-        log_probs, entropy = plan.kernels.finish(_statistics(x, w, bias, planes, cache, plan), labels)
+        partials = _statistics(x, w, bias, planes, cache, plan)
+        if plan.group is not None:
+            partials = vocab_parallel.gather_parts(plan.kernels.merge(partials), plan.group)
+        log_probs, entropy = plan.kernels.finish(partials, labels)
     return Found(index, log_probs, entropy, planes, cache)
 
 
 def _statistics(
     x: Tensor, w: Tensor, bias: Tensor | None, planes: Tensor, cache: Tensor | None, plan: TilePlan
 ) -> Tensor:
-    """The statistics of all columns in parts, [3, parts, M]; the scores of the first columns go to `cache`."""
+    """The statistics of all columns in parts, [3, parts, M]; the scores of the first columns go to `cache`.
+
+    The fused kernel takes whole tiles of its own; what is left at the end of the vocabulary goes through the library.
+    """
     kept = 0 if cache is None else cache.shape[1]
     rows, vocab = x.shape[0], w.shape[0]
-    if plan.fused is not None:
-        spans = [slice(0, kept), slice(kept, vocab)] if 0 < kept < vocab else [slice(0, vocab)]
-        counts = [plan.fused.parts(span.stop - span.start) for span in spans]
-    else:
-        spans = [*plan.tiles(0, kept, rows, 4), *plan.tiles(kept, vocab, rows, 4)]
-        counts = [1] * len(spans)
-        buffer = _new_tile(x, max(span.stop - span.start for span in spans), _product_dtype(x))
+    whole = 0 if plan.fused is None else plan.fused.whole_tiles(vocab)
+    fused = [slice(*ends) for ends in itertools.pairwise(sorted({0, min(kept, whole), whole}))]
+    others = [*plan.tiles(whole, max(whole, kept), rows, 4), *plan.tiles(max(whole, kept), vocab, rows, 4)]
+    counts = [*(plan.fused.parts(span.stop - span.start) for span in fused if plan.fused), *[1] * len(others)]
     partials = torch.empty(3, sum(counts), rows, dtype=torch.float32, device=x.device)
     if rows == 0:
         return partials
+    buffer = new_tile(x, max((span.stop - span.start for span in others), default=0), product_dtype(x))
     first = 0
-    for span, count in zip(spans, counts):
+    for span, count in zip([*fused, *others], counts):
         part = partials[:, first : first + count]
-        keep = cache[:, span] if span.start < kept and cache is not None else None
-        if plan.fused is not None:
+        keep = cache[:, span] if cache is not None and span.start < kept else None
+        if plan.fused is not None and span.stop <= whole:
             plan.fused.statistics(x, w[span], keep, planes, part, logit_scale=plan.logit_scale)
         else:
             logits = buffer[:, : span.stop - span.start]
-            _multiply(logits, x, w[span].t())
-            plan.kernels.statistics(logits, keep, _take(bias, span), planes, part, **plan.transform)
+            multiply(logits, x, w[span].t())
+            plan.kernels.statistics(logits, keep, take(bias, span), planes, part, **plan.transform)
         first += count
     return partials
 
@@ -213,29 +227,38 @@ def backward(
 ) -> Gradients:
     """Gradients of hidden, weight and bias, each in its own dtype, None for those that nobody wants.
 
-    Kept scores turn into their gradient in place where all rows take part.
+    Kept scores turn into their gradient in place, those of the loud rows alone, which gather at the beginning. All of
+    that is queued before the host knows how many they are, so that the device does not wait for it.
     """
-    index, all_labels = found.counting, labels
     with _on(hidden), _profiled("npu_backend.head.backward"):
-        labels = _take(all_labels, index)
-        grads = [None if grad is None else _take(grad, index).float().contiguous() for grad in upstream]
+        all_labels, labels = labels, take(labels, found.counting)
+        grads = [None if grad is None else take(grad, found.counting).float().contiguous() for grad in upstream]
         planes, is_loud = plan.kernels.coefficients(
             found.planes, labels, found.log_probs, found.entropy, *grads, **plan.transform
         )
-        loud = _indices(is_loud) if plan.compact else None
-        if loud is not None:
-            planes, labels = planes.index_select(1, loud), labels[loud]
-            index = loud if index is None else index[loud]
+        moves = plan.kernels.order(is_loud) if plan.compact else None
+        loud_rows = None if moves is None else Later(moves[1])
+        cache = found.cache
+        if cache is not None and plan.consume and labels.numel():
+            target = cache.view(plan.compute_dtype)
+            with _profiled("npu_backend.head.backward.scores"):
+                plan.kernels.gradient(cache, target, None, labels, 0, planes, moves, scores=True, **plan.transform)
+            cache = target
+        rows = labels.numel() if loud_rows is None else loud_rows.get()
+        loud = None
+        if moves is not None and rows < labels.numel():
+            loud = moves[0][:rows]
+            labels, planes = labels[loud], planes.index_select(1, loud)
+            cache = None if cache is None else cache[:rows]
+        index = within(found.counting, loud)
         x = _counting_rows(hidden, all_labels, index, plan)
-        if x.shape[0] == 0:
-            return _zeros(hidden, wants[0]), _zeros(weight, wants[1]), _zeros(bias, wants[2])
         w = weight.to(plan.compute_dtype)
-        tiles = _gradient_tiles(x, w, bias, labels, planes, found.cache, loud, plan)
+        tiles = _gradient_tiles(x, w, bias, labels, planes, cache, plan)
         grad_x, grad_weight, grad_bias = _products(tiles, x, weight, w, bias, wants)
         if grad_x is not None:
-            grad_x = grad_x.to(hidden.dtype)
-            if index is not None:
-                grad_x = torch.zeros_like(hidden).index_copy_(0, index, grad_x)
+            grad_x = spread(grad_x.to(hidden.dtype), hidden, index)
+            if plan.sum_hidden:
+                grad_x = sum_over_ranks(grad_x, plan.group)
     return grad_x, grad_weight, grad_bias
 
 
@@ -250,17 +273,19 @@ def _products(
     """Gradients of x [M, H], weight and bias from those of the logits. x's is float32 if it is a sum over tiles."""
     wants_x, wants_weight, wants_bias = wants
     grad_x: Tensor | None = None
+    if x.shape[0] == 0:
+        return _zeros(x, wants_x), _zeros(weight, wants_weight), _zeros(bias, wants_bias)
     grad_weight = torch.empty_like(weight) if wants_weight else None
     grad_bias = torch.empty_like(bias) if bias is not None and wants_bias else None
     for span, grad_logits in tiles:
         with _profiled("npu_backend.head.backward.products"):
             if wants_x and grad_x is None:
                 grad_x = torch.empty_like(x, dtype=x.dtype if span.stop == w.shape[0] else torch.float32)
-                _multiply(grad_x, grad_logits, w[span])
+                multiply(grad_x, grad_logits, w[span])
             elif grad_x is not None:
-                _multiply(grad_x, grad_logits, w[span], add=True)
+                multiply(grad_x, grad_logits, w[span], add=True)
             if grad_weight is not None:
-                _multiply(grad_weight[span], grad_logits.t(), x)
+                multiply(grad_weight[span], grad_logits.t(), x)
             if grad_bias is not None:
                 grad_bias[span] = grad_logits.sum(dim=0, dtype=torch.float32).to(grad_bias.dtype)
         del grad_logits
@@ -268,64 +293,42 @@ def _products(
 
 
 def _gradient_tiles(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    planes: Tensor,
-    cache: Tensor | None,
-    loud: Tensor | None,
-    plan: TilePlan,
+    x: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, planes: Tensor, cache: Tensor | None, plan: TilePlan
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The gradient of the logits, tile by tile: the columns, and [M, C] in the compute dtype, valid until the next."""
+    """The gradient of the logits, tile by tile: the columns, and [M, C] in the compute dtype, valid until the next.
+
+    `cache` holds the gradient of the first columns already where it was consumed, else their scores.
+    """
     rows, vocab = x.shape[0], w.shape[0]
     kept = 0 if cache is None else cache.shape[1]
     start = 0
-    if cache is not None and loud is None and plan.consume:
-        target = cache.view(plan.compute_dtype)
-        with _profiled("npu_backend.head.backward.scores"):
-            plan.kernels.gradient(cache, target, None, None, planes, scores=True, **plan.transform)
-            plan.kernels.label_gradient(target, labels, 0, planes)
-        yield slice(0, kept), target
+    if cache is not None and plan.consume:
+        yield slice(0, kept), cache
         start = kept
     if start == vocab:
         return
     element_bytes = x.element_size() + (0 if plan.fused is not None else 4)
     spans = [*plan.tiles(start, kept, rows, element_bytes), *plan.tiles(kept, vocab, rows, element_bytes)]
     width = max(span.stop - span.start for span in spans)
-    buffer = _new_tile(x, width, x.dtype)
-    product = _new_tile(x, width, _product_dtype(x)) if plan.fused is None and kept < vocab else None
+    buffer = new_tile(x, width, x.dtype)
+    product = new_tile(x, width, product_dtype(x)) if plan.fused is None and kept < vocab else None
     for span in spans:
         target = buffer[:, : span.stop - span.start]
         with _profiled("npu_backend.head.backward.scores"):
             if cache is not None and span.start < kept:
-                plan.kernels.gradient(cache[:, span], target, loud, None, planes, scores=True, **plan.transform)
+                plan.kernels.gradient(
+                    cache[:, span], target, None, labels, span.start, planes, scores=True, **plan.transform
+                )
             elif plan.fused is not None:
-                plan.fused.gradient(x, w[span], target, planes, logit_scale=plan.logit_scale)
+                plan.fused.gradient(x, w[span], target, labels, span.start, planes, logit_scale=plan.logit_scale)
             else:
                 assert product is not None
                 logits = product[:, : span.stop - span.start]
-                _multiply(logits, x, w[span].t())
-                part = _take(bias, span)
-                plan.kernels.gradient(logits, target, None, part, planes, scores=False, **plan.transform)
-            plan.kernels.label_gradient(target, labels, span.start, planes)
+                multiply(logits, x, w[span].t())
+                plan.kernels.gradient(
+                    logits, target, take(bias, span), labels, span.start, planes, scores=False, **plan.transform
+                )
         yield span, target
-
-
-def _multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """out = a b, or out += a b, accumulated in float32 and rounded once where the library can."""
-    if out.dtype == a.dtype and not add:
-        torch.mm(a, b, out=out)
-    elif out.dtype == a.dtype:
-        torch.addmm(out, a, b, out=out)
-    elif out.dtype == torch.float32 and a.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
-        if add:
-            torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, out=out)
-        else:
-            torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
-    else:  # an older torch, or Triton's interpreter on the CPU
-        product = torch.mm(a, b) if a.is_cuda else torch.mm(a.float(), b.float())
-        out.add_(product) if add else out.copy_(product)
 
 
 def _new_cache(x: Tensor, plan: TilePlan) -> Tensor | None:
@@ -333,35 +336,10 @@ def _new_cache(x: Tensor, plan: TilePlan) -> Tensor | None:
     if plan.cache_columns == 0:
         return None
     try:
-        return _new_tile(x, plan.cache_columns, plan.kept_dtype)
+        return new_tile(x, plan.cache_columns, plan.kept_dtype)
     except torch.OutOfMemoryError:
         warn_once("head.cache", f"PPO head: no memory for kept scores; backward recomputes them ({_LESS_MEMORY})")
         return None
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Of the logits that a library GEMM writes: float32 wherever it can, whatever it multiplies."""
-    return torch.float32 if not x.is_cuda or hasattr(torch.ops.aten.mm, "dtype_out") else x.dtype
-
-
-def kept_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """Of kept scores: as large as the compute dtype, since their gradient takes their place."""
-    return torch.float16 if compute_dtype.itemsize == 2 else compute_dtype
-
-
-def padded_columns(columns: int) -> int:
-    """The row stride of a tile: rows begin at multiples of `_ALIGN` elements."""
-    return -(-columns // _ALIGN) * _ALIGN
-
-
-def _new_tile(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised [M, columns]."""
-    return torch.empty(x.shape[0], padded_columns(columns), dtype=dtype, device=x.device)[:, :columns]
-
-
-def whole_tile(tile: Tensor) -> Tensor:
-    """What `_new_tile` took a view of."""
-    return tile.as_strided((tile.shape[0], tile.stride(0)), tile.stride())
 
 
 def _counting_rows(hidden: Tensor, labels: Tensor, index: Tensor | None, plan: TilePlan) -> Tensor:
@@ -376,25 +354,8 @@ def _counting_rows(hidden: Tensor, labels: Tensor, index: Tensor | None, plan: T
     return hidden.to(plan.compute_dtype).contiguous()
 
 
-def _indices(counts: Tensor) -> Tensor | None:
-    """Indices of the rows that count, or None if all do. Synchronises with the host."""
-    indices = counts.nonzero()[:, 0]
-    return None if indices.numel() == counts.numel() else indices
-
-
-def _take(values: Tensor | None, at: Tensor | slice | None) -> Any:
-    return values if values is None or at is None else values[at]
-
-
 def _zeros(like: Tensor | None, wanted: bool) -> Tensor | None:
     return torch.zeros_like(like) if like is not None and wanted else None
-
-
-def _spread(values: Tensor, labels: Tensor, index: Tensor | None) -> Tensor:
-    """Values of the rows that count, back in the places of all rows; zero elsewhere."""
-    if index is None:
-        return values
-    return torch.zeros(labels.shape, dtype=values.dtype, device=values.device).index_copy_(0, index, values)
 
 
 def _profiled(name: str) -> AbstractContextManager[Any]:

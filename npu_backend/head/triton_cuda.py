@@ -7,10 +7,8 @@ had after all is given up, in forward and in backward, wherever recomputing avoi
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -18,41 +16,36 @@ import torch
 from torch import Tensor
 
 from npu_backend.head.inputs import HeadInputs
-from npu_backend.head.tiled import TiledHead, TilePlan, padded_columns
+from npu_backend.head.selection import leaves_rows_out
+from npu_backend.head.tiled import TiledHead, TilePlan
+from npu_backend.head.tiles import padded_columns
 from npu_backend.log import info_rank0
 
 TILE_BYTES = 448 * 2**20
 _CACHE_SHARE = 0.5
 _COLUMN_ALIGN = 256
 
-_compaction: ContextVar[bool] = ContextVar("npu_backend_row_compaction", default=True)
 _reported: set[str] = set()
 
 
-@contextmanager
-def row_compaction(enabled: bool) -> Iterator[None]:
-    """Whether rows that change nothing are left out (they are by default). Without it nothing waits for the device.
-
-    A CUDA graph being captured does without it in any case.
-    """
-    token = _compaction.set(enabled)
-    try:
-        yield
-    finally:
-        _compaction.reset(token)
+def interpreted() -> bool:
+    """Whether Triton's interpreter is on, which runs kernels on the CPU: for tests, far too slow for anything else."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
     """None if the kernels can run on `device` and compute in `dtype`, else the reason."""
-    if device.type != "cuda":
+    on_cpu = device.type == "cpu" and interpreted()
+    if device.type != "cuda" and not on_cpu:
         return f"this release has no Triton kernels for the PPO head on {device.type}"
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         return "triton is not installed (torch's CUDA builds come with it)"
-    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
+    if not on_cpu:
+        if not torch.cuda.is_initialized() and not torch.cuda.is_available():
+            return "torch finds no CUDA device"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
     if dtype == torch.float64:
         return "the kernels compute in float32, and these inputs are float64"
     return None
@@ -110,8 +103,10 @@ def log_prob_and_entropy(
         calculate_entropy=calculate_entropy,
         cache_columns=columns,
         tile_bytes=TILE_BYTES,
-        compact=_compaction.get() and not capturing,
+        compact=leaves_rows_out(given.hidden, default=True),
         may_ignore=given.may_ignore,
+        group=given.group,
+        sum_hidden=given.sums_hidden,
     )
     outputs: tuple[Tensor, Tensor | None] = TiledHead.apply(  # type: ignore[no-untyped-call]
         given.hidden, given.weight, given.bias, given.labels, given.temperatures, plan
@@ -144,6 +139,8 @@ def _saved_tensors_are_hooked() -> bool:
 def _free_share(given: HeadInputs, dtype: torch.dtype) -> int:
     """Bytes that `auto` may keep: half of what the allocator can still give, less what backward itself will take."""
     device = given.hidden.device
+    if device.type != "cuda":  # the interpreter: no memory is the device's
+        return 0
     free, _ = torch.cuda.mem_get_info(device)
     memory = torch.cuda.memory_stats_as_nested_dict(device)
     reserved, allocated, fragments = (

@@ -83,6 +83,13 @@ def merge(found: RowStatistics, group: Any) -> RowStatistics:
     )
 
 
+def gather_parts(own: Tensor, group: Any) -> Tensor:
+    """Every rank's statistics [3, ranks, M] from this one's [3, 1, M]."""
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    return torch.cat(parts, dim=1)
+
+
 def summed_upstream(hidden: Tensor) -> bool:
     """Whether `hidden` comes straight from Megatron code whose backward sums its gradient over the group.
 

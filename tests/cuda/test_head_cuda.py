@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import gloo_ranks
 import pytest
 import torch
 from references import assert_head_matches, full_logits_head, head_case, run_head
@@ -11,7 +12,8 @@ from references import assert_head_matches, full_logits_head, head_case, run_hea
 pytest.importorskip("triton")
 
 from npu_backend import linear_log_prob
-from npu_backend.head import backends, gemm_stats_cuda, inputs, triton_cuda
+from npu_backend.head import backends, inputs, triton_cuda
+from npu_backend.head.selection import row_compaction
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GIB = 2**30
@@ -19,9 +21,7 @@ GIB = 2**30
 
 def on_cuda(cache: float | str | None = 0, device: str = "cuda", backend: str = "triton"):
     def head(case):
-        moved = replace(case, **{
-            name: value.to(device) for name, value in vars(case).items() if isinstance(value, torch.Tensor)
-        })  # fmt: skip
+        moved = case.on(device)
         out = linear_log_prob(
             moved.hidden, moved.weight, moved.labels, impl_backend=backend, logits_cache_gib=cache, **moved.options()
         )
@@ -103,6 +103,14 @@ def test_a_vocabulary_of_262144() -> None:
     assert_head_matches(case, on_cuda("auto"))
 
 
+@pytest.mark.case("D25", "D35")
+def test_a_vocabulary_divided_among_ranks(tmp_path) -> None:
+    """Four processes on one device; gloo carries what they tell each other."""
+    errors = gloo_ranks.run(4, "vocab_parallel_scenarios", tmp_path / "store", HEAD_TEST_DEVICE="cuda")
+    assert len(errors) > 10
+    assert max(errors.values()) < 1, errors
+
+
 @pytest.fixture
 def leave_free():
     """leave_free(bytes) occupies the device's memory but for so much; it is given back when the test ends."""
@@ -167,7 +175,7 @@ def test_nothing_waits_for_the_device_where_that_is_asked_for() -> None:
     linear_log_prob(x, w, labels, impl_backend="triton")[0].sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with inputs.trusted_values(), triton_cuda.row_compaction(False):
+        with inputs.trusted_values(), row_compaction(False):
             linear_log_prob(x, w, labels, impl_backend="triton")[0].sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -181,7 +189,7 @@ def test_cuda_graph() -> None:
             out = linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=0)
             return out.log_probs, torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), (x, w))
 
-    with triton_cuda.row_compaction(False):
+    with row_compaction(False):
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             step()
@@ -245,4 +253,6 @@ def test_the_fused_kernels_are_what_runs_here_on_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     _, w, _ = big_inputs(64, 64, 1000)
+    from npu_backend.head import gemm_stats_cuda  # older releases of triton have no Gluon
+
     assert triton_cuda.fused_kernels(w, None, w.dtype, 1.0, None) is gemm_stats_cuda

@@ -6,12 +6,21 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npu_backend import log
+from npu_backend import log, soc
+from npu_backend.head import backends, rows_ascend, triton_cuda
+
+
+@pytest.fixture(autouse=True)
+def _default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of Triton's interpreter (`test_rows_triton`) tests that name no backend are about `triton`."""
+    if triton_cuda.interpreted():
+        monkeypatch.setattr(backends, "DEFAULT_BACKEND", "triton")
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +30,14 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.forget_warnings()
     yield
     log.forget_warnings()
+
+
+@pytest.fixture
+def small_chip(monkeypatch: pytest.MonkeyPatch) -> soc.Soc:
+    """What the Ascend kernels are launched for: a chip of few cores, for programs without work take time too."""
+    chip = replace(soc.find_soc("Ascend910B1"), cube_cores=6, vector_cores=6)
+    monkeypatch.setattr(rows_ascend, "chip", lambda device: chip)
+    return chip
 
 
 class _Operators(TorchDispatchMode):

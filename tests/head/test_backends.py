@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,12 @@ LIGER_FUNCTION = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 def run(name: str | None, case: HeadCase | None = None):
     case = case or head_case(20)
     return npu_backend.linear_log_prob(case.hidden, case.weight, case.labels, **case.options(), impl_backend=name)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """test_measured.py is about what `bench --store` keeps."""
+    monkeypatch.setattr(backends.measured, "order", lambda *_: ((), ""))
 
 
 def fake_liger(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
@@ -51,6 +59,47 @@ def test_torch_runs_on_the_cpu(name: str | None) -> None:
 def test_auto_says_why() -> None:
     assert "auto on npu" in backends.resolve("auto", torch.device("meta:0")).reason.replace("meta", "npu")
     assert backends.resolve("torch", torch.device("cpu")).reason == ""
+
+
+@pytest.mark.case("C14")
+def test_nobody_has_to_name_a_backend_on_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset is torch, without a warning; auto takes the Ascend kernels where they work; either says what runs."""
+    npu = types.SimpleNamespace(type="npu")
+    monkeypatch.setattr(backends, "warn_once", lambda *_: pytest.fail("nobody asked for anything that is missing"))
+    monkeypatch.setattr(backends.triton_npu, "why_unusable", lambda *_: None)
+    assert backends.resolve(None, npu) == backends.Choice("torch")
+    chosen = backends.resolve("auto", npu)
+    assert chosen.name == "triton"
+    assert "auto on npu: the fewest bytes moved" in chosen.reason
+    monkeypatch.setattr(backends.triton_npu, "why_unusable", lambda *_: "the compiler said so")
+    assert backends.resolve("auto", npu) == backends.Choice("torch", "auto on npu: not 'triton': the compiler said so")
+
+
+@pytest.mark.case("C12")
+def test_auto_on_cuda_takes_what_the_shipped_measurements_found_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures ship with device and versions. (On an NPU nothing was measured, and `auto` says so.)"""
+    shipped = json.loads((Path(__file__).parents[2] / "docs/benchmarks/h200_head.json").read_text())
+    assert "H200" in shipped["device"]
+    assert all(facts["version"] for facts in shipped["contestants"].values())
+    monkeypatch.setattr(backends.triton_cuda, "why_unusable", lambda *_: None)
+    choice = backends.resolve("auto", types.SimpleNamespace(type="cuda"))
+    backend_of = {"npu-backend triton, cache auto": "triton", "npu-backend torch": "torch", "Liger": "liger"}
+    for result in shipped["results"]:
+        full = {t["contestant"]: t["ms"] for t in result["timings"] if t["mode"] == "train"}
+        fastest = min(backend_of, key=full.__getitem__)
+        assert choice.name == backend_of[fastest]
+        assert "docs/benchmarks" in choice.reason
+
+
+@pytest.mark.case("D36")
+def test_a_gpu_that_lacks_the_fast_path_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "an older GPU")
+    monkeypatch.setattr(backends.triton_cuda.importlib.util, "find_spec", lambda name: object())
+    choice = backends.resolve("triton", torch.device("cuda", 0), torch.bfloat16)
+    assert choice.name == "torch"
+    assert "the kernels need compute capability 8.0, an older GPU has 7.5" in choice.reason
 
 
 def test_triton_on_a_plain_cpu_is_an_error() -> None:

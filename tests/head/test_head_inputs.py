@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import gloo_ranks
 import pytest
 import torch
 from references import HeadCase, assert_head_matches, head_case, run_head
@@ -133,6 +134,7 @@ def test_a_weight_that_fsdp_has_not_gathered(what: str, operators) -> None:
     assert not seen  # it was noticed before anything ran
 
 
+@gloo_ranks.newer_gloo
 def test_dtensors_of_rows_are_refused(tmp_path) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh

@@ -13,7 +13,7 @@ from references import HeadCase, assert_head_matches, full_logits_head, head_cas
 import npu_backend
 from npu_backend.head import inputs, rows_eager
 from npu_backend.head.chunked import ChunkedHead, Plan
-from npu_backend.head.linear_log_prob import compute
+from npu_backend.head.linear_log_prob import in_chunks
 
 
 def head(case: HeadCase):
@@ -22,7 +22,7 @@ def head(case: HeadCase):
 
 def head_with_chunks_of(chunk_rows: int):
     def run(case: HeadCase):
-        return compute(
+        return in_chunks(
             case.hidden,
             case.weight,
             case.labels,
@@ -169,7 +169,7 @@ def test_rows_far_beyond_what_32_bits_can_index() -> None:
     assert abs(float(log_probs[-1]) - float(expected)) < 1e-5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(0, 40),
     vocab_size=st.integers(1, 50),
@@ -181,7 +181,11 @@ def test_rows_far_beyond_what_32_bits_can_index() -> None:
 def test_any_shape_and_chunk_size(
     rows: int, vocab_size: int, hidden_size: int, chunk_rows: int, ignored_every: int, seed: int
 ) -> None:
-    case = head_case(rows, hidden_size=hidden_size, vocab_size=vocab_size, seed=seed)
-    labels = case.labels.masked_fill(torch.arange(rows) % ignored_every == 1, -100)
-    # float32 noise is too uneven over single elements for eager's error to bound it in every tiny example
-    assert_head_matches(replace(case, labels=labels), head_with_chunks_of(chunk_rows), times=20.0)
+    """In float64, where what is wrong stands out: a few roundings of float32 follow no rule in so small examples."""
+    case = head_case(rows, hidden_size=hidden_size, vocab_size=vocab_size, seed=seed, dtype=torch.float64)
+    case = replace(case, labels=case.labels.masked_fill(torch.arange(rows) % ignored_every == 1, -100))
+    reference = run_head(case, full_logits_head)
+    for name, value in run_head(case, head_with_chunks_of(chunk_rows)).items():
+        torch.testing.assert_close(
+            value, reference[name].to(value.dtype), msg=lambda text, name=name: f"{name}: {text}"
+        )

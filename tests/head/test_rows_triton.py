@@ -5,39 +5,57 @@ The interpreter has to be switched on before triton is imported, so the tests ru
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import interpreted
 import pytest
 import torch
+from interpreted import INTERPRETED
 from references import HeadCase, assert_head_matches, full_logits_head, head_case, run_head
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from npu_backend.errors import NPUBackendError
 from npu_backend.head import inputs, triton_cuda
+from npu_backend.head.selection import row_compaction
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in test_in_tritons_interpreter's process")
+here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in the process of Triton's interpreter")
+in_another_process = pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests run in this process")
 GIB = 2**30
+
+# Tests of whole cases that name no backend: in the interpreter's process `conftest` makes that `triton`.
+ANY_BACKEND = (
+    "test_gradients.py::test_zero_tokens_give_empty_outputs_and_zero_gradients",
+    "test_head_inputs.py::test_dense_in_dense_out_flat_in_flat_out",
+    "test_parity.py::test_temperature_one_gives_the_unscaled_log_probs",
+    "test_lora.py::test_the_trained_copy_of_the_head_is_used_and_trained",
+    "test_lora.py::test_the_head_that_peft_would_run_now_is_the_one_that_runs",
+    "test_lora.py::test_lora_on_the_head_is_refused_by_name",
+    "test_adapter.py::test_input_ids_are_rolled_labels_are_rolled_and_shift_labels_are_taken_as_they_are",
+    "test_adapter.py::test_the_output_is_the_models_own_with_log_probs_and_entropy_and_without_logits",
+    "test_adapter.py::test_a_tied_embedding_gets_the_gradient_of_both_uses",
+)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the tests of this file run in this process")
+@interpreted.supported
+@in_another_process
 def test_in_tritons_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert " passed" in run.stdout
+    interpreted.run(__file__)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.case("A30", "D03", "D10", "D18", "D19", "D20", "D28", "D32", "D40")
+@interpreted.supported
+@in_another_process
+def test_whole_cases_in_tritons_interpreter() -> None:
+    pytest.importorskip("peft")
+    interpreted.run(*(Path(__file__).with_name(test) for test in ANY_BACKEND))
 
 
 def triton_head(
@@ -46,23 +64,12 @@ def triton_head(
     """The head on DEVICE; `cache` is the share of the scores that may be kept, None for `auto`."""
 
     def head(case: HeadCase) -> tuple[Tensor, Tensor | None]:
-        def there(value):
-            return value.to(DEVICE) if isinstance(value, Tensor) else value
-
-        given = inputs.prepare(
-            there(case.hidden),
-            there(case.weight),
-            there(case.labels),
-            there(case.temperature),
-            there(case.bias),
-            case.logit_scale,
-            case.softcap,
-            case.ignore_index,
-        )
+        there = case.on(DEVICE)
+        given = inputs.prepare(there.hidden, there.weight, there.labels, **there.options())
         dtype = torch.promote_types(case.hidden.dtype, case.weight.dtype)
         padded = -(-given.weight.shape[0] // 256) * 256
         cache_bytes = None if cache is None else int(cache * padded * case.labels.numel() * dtype.itemsize)
-        with triton_cuda.row_compaction(compact):
+        with row_compaction(compact):
             log_probs, entropy = triton_cuda.log_prob_and_entropy(
                 given, dtype, calculate_entropy=calculate_entropy, cache_bytes=cache_bytes
             )
@@ -203,6 +210,31 @@ def test_leaving_rows_out_changes_only_rounding(cache: float) -> None:
         torch.testing.assert_close(value, all_in[name], rtol=1e-5, atol=1e-6)
     silent = (case.grad_log_probs == 0) & (case.grad_entropy == 0)
     assert not left_out["grad_hidden"][silent].any()
+
+
+@here
+@pytest.mark.case("D04")
+def test_3d_hidden_gets_its_gradient_when_the_weight_is_frozen() -> None:
+    case = head_case(2, 3, vocab_size=300)
+    hidden = case.hidden.clone().requires_grad_()
+    log_probs, _ = triton_head(cache=1.0)(replace(case, hidden=hidden))
+    (log_probs * case.grad_log_probs).sum().backward()
+    expected = run_head(replace(case, grad_entropy=None).to(torch.float64), full_logits_head)["grad_hidden"]
+    torch.testing.assert_close(hidden.grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@here
+@pytest.mark.parametrize("rows", [1, 7, 1500])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_loud_rows_gather_at_the_beginning_and_none_moves_onto_another(rows: int, share: float) -> None:
+    from npu_backend.head import rows_cuda
+
+    loud = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) < share
+    places, count = rows_cuda.order(loud.to(DEVICE))
+    source = places[: int(count)].cpu()
+    assert source.sort()[0].tolist() == loud.nonzero()[:, 0].tolist()
+    stay = loud[: int(count)]
+    assert source[stay].tolist() == stay.nonzero()[:, 0].tolist()  # so what moves, moves into gaps
 
 
 @here

@@ -6,6 +6,7 @@ The scenarios also hold the number of collectives and of the elements they carry
 from __future__ import annotations
 
 import gloo_ranks
+import interpreted
 import pytest
 
 _PARTS = [
@@ -18,9 +19,15 @@ _PARTS = [
     "no rows",
     "large logits",
     "a part of -inf",
+    "some rows without upstream gradients",
+    "no row with an upstream gradient",
+    "rows left out",
+    "rows left out, every option, cached logits",
+    "every row left out",
     "batch invariant",
     "fsdp over the data, parts over the rest",
 ]
+_TORCH_ONLY = {"large logits", "batch invariant", "fsdp over the data, parts over the rest"}
 _LABELS = ["all labels in the first part", "all labels in the second part", "labels on the edges"]
 _MEGATRON = [
     "Megatron's call",
@@ -34,6 +41,14 @@ _MEGATRON = [
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Scenario -> error over what is allowed; `tests/vocab_parallel_scenarios.py` says what they do."""
     return gloo_ranks.run(4, "vocab_parallel_scenarios", tmp_path_factory.mktemp("ranks") / "store")
+
+
+@pytest.mark.case("D25", "D35")
+@interpreted.supported
+def test_the_same_on_the_triton_backend(tmp_path) -> None:
+    errors = gloo_ranks.run(4, "vocab_parallel_scenarios", tmp_path / "store", TRITON_INTERPRET="1")
+    assert set(errors) >= {*_LABELS, *_PARTS} - _TORCH_ONLY
+    assert max(errors.values()) < 1, errors
 
 
 @pytest.mark.case("D35")
