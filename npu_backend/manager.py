@@ -7,12 +7,14 @@ device: both sets on an NPU (real or virtual), Liger's on CUDA, neither on a pla
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_backend import device, families, log
 from npu_backend.config import BackendConfig, Environment, read_config, read_environment
 from npu_backend.errors import BackendUnavailableError
+from npu_backend.operators import counters
 from npu_backend.patches.engine import ENGINE, Patch, PatchSet, Row
 from npu_backend.report import PatchReport
 
@@ -55,6 +57,12 @@ def plan_patches(model_config: Any = None) -> PatchReport:
         PatchConflictError: the other set is in force, or somebody else has replaced a target.
         PatchTargetError: a target is missing or its replacement does not fit.
         BackendUnavailableError: a device asked for by name, or Liger, cannot be used.
+
+    Examples:
+        >>> import npu_backend
+        >>> report = npu_backend.plan_patches({"hf_config": {"model_type": "qwen3"}, "use_liger": False})
+        >>> sorted({row.op for row in report.rows}), report.applied
+        (['gated_mlp', 'rms_norm', 'rotary'], 0)
     """
     choice = _choose(model_config)
     return _report(choice, _rows_without_engine(choice) or ENGINE.plan(**_plan_arguments(choice)).rows, "planned")
@@ -111,13 +119,14 @@ def _choose(model_config: Any) -> _Choice:
     where = device.detect()
     name = "liger" if config.use_liger else "verl_npu"
     patch_set: PatchSet = importlib.import_module(f"npu_backend.patches.{name}").PATCH_SET
-    supported = {patch.family for patch in patch_set.patches}
     wanted = families.families_of(config.model_types) if config.model_types else tuple(families.FAMILIES)
     unknown = ""
-    if not supported.intersection(wanted) and not environment.disable:
+    known = (patch.replacement or patch_set.install for patch in patch_set.of(wanted))  # not only named like operators
+    if not environment.disable and not any(known):
+        covered = "what it recognises in a model's code" if patch_set.find else "the families of its table"
         unknown = (
-            f"patch set {name!r} has no patches for model type {', '.join(config.model_types)}; it covers "
-            f"{', '.join(f for f in families.FAMILIES if f in supported)}"
+            f"patch set {name!r} has no patches for model type {', '.join(config.model_types)}; it covers {covered}, "
+            f"among them {', '.join(f for f in families.FAMILIES if patch_set.of((f,)))}"
         )
         if environment.strict:
             raise BackendUnavailableError(f"{unknown}. Train without NPU_BACKEND_STRICT=1 to go on unpatched")
@@ -136,7 +145,7 @@ def _rows_without_engine(choice: _Choice) -> list[Row] | None:
         return [Row(target, "", target, choice.patch_set.name, "unavailable", choice.unknown)]
     if choice.barred:
         state = "disabled" if choice.environment.disable else "skipped"
-        patches = [p for p in choice.patch_set.patches if p.family in choice.families]
+        patches = choice.patch_set.of(choice.families)
         owner = choice.patch_set.name
         return [Row(p.target, p.op, p.family, owner, state, choice.barred, p.why) for p in patches]
     return None
@@ -170,7 +179,12 @@ def _current(rows: list[Row], status: str) -> PatchReport:
     """A report of the process, not of a configuration."""
     name = next((t.patch_set for t in ENGINE.ledger if t.patch_set), None)
     return PatchReport(
-        rows=tuple(rows), patch_set=name, device=str(device.detect()), status=status, versions=device.versions()
+        rows=tuple(rows),
+        patch_set=name,
+        device=str(device.detect()),
+        status=status,
+        notes=counters.choices(),
+        versions=device.versions(),
     )
 
 
@@ -178,10 +192,16 @@ def _say(choice: _Choice, report: PatchReport) -> None:
     """One line on rank 0; a warning when patches were expected and none is in force."""
     for row in report.rows:
         log.logger.debug("%s %s %s %s", row.state, row.op, row.target, row.reason)
-    if report.applied or choice.barred:
+    if report.applied or (choice.barred and not _npu_is_lost(choice)):
         log.info_rank0(f"npu-backend: {report.summary()}" + (f" ({choice.barred})" if choice.barred else ""))
         return
     log.warn_rank0(_nothing(report))
+
+
+def _npu_is_lost(choice: _Choice) -> bool:
+    """Whether torch_npu is installed, no NPU can be used, and nobody asked for it to be so."""
+    asked = choice.environment.disable or choice.environment.device is not None
+    return choice.context.device.type == "cpu" and not asked and importlib.util.find_spec("torch_npu") is not None
 
 
 def _nothing(report: PatchReport) -> str:

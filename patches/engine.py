@@ -50,15 +50,22 @@ class Patch:
 
 @dataclass(frozen=True)
 class PatchSet:
-    """Patches that belong together. `install` is for code we do not own: it names a callable "module:function" of the
-    plan that does the replacing itself and returns further rows to report, while the engine records what it changes in
-    the targets' modules and in `touches`.
+    """Patches that belong together. `find` names a callable "module:function" of a family that returns further patches,
+    for what is found by looking. `install` is for code we do not own: it names a callable of the plan that does the
+    replacing itself and returns further rows to report, while the engine records what it changes in the targets'
+    modules and in `touches`.
     """
 
     name: str
-    patches: tuple[Patch, ...]
+    patches: tuple[Patch, ...] = ()
+    find: str = ""
     install: str = ""
     touches: tuple[str, ...] = ()
+
+    def of(self, families: Sequence[str]) -> tuple[Patch, ...]:
+        """The patches of these families."""
+        found = (patch for family in families for patch in load(self.find)(family)) if self.find else ()
+        return (*found, *(patch for patch in self.patches if patch.family in families))
 
 
 @dataclass(frozen=True)
@@ -137,9 +144,8 @@ class Engine:
                     "engine of the process the same use_liger, or call npu_backend.revert_patches() first"
                 )
             plan = Plan(patch_set, tuple(families), asked_by, context)
-            for patch in patch_set.patches:
-                if patch.family in families:
-                    self._plan_one(plan, patch, disabled(patch))
+            for patch in patch_set.of(families):
+                self._plan_one(plan, patch, disabled(patch))
             return plan
 
     def _plan_one(self, plan: Plan, patch: Patch, disabled: str | None) -> None:

@@ -92,10 +92,8 @@ _ASCEND_FUNCTIONS = (
     "LigerRopeFunction",
     "LigerQwen2VLMRopeFunction",
 )
-_TRITON_FOR_NPU = (
-    "On an NPU Liger 0.8.5 needs triton-ascend 3.2.2, from Ascend's own package index (PyPI's is older), and no "
-    "upstream triton over it: `pip uninstall triton`, `pip install --no-deps --force-reinstall triton-ascend==3.2.2`"
-)
+TRITON_ASCEND = "3.2.2"
+TRITON_ASCEND_INDEX = "https://triton-ascend.osinfra.cn/pypi/simple/"  # PyPI has nothing after 3.2.0
 _ALWAYS_OFF = ("cross_entropy", "fused_linear_cross_entropy")
 _WHY = {
     "rms_norm": "one kernel for the norm instead of a chain of elementwise ones",
@@ -155,7 +153,19 @@ def check_ascend_operators() -> None:
     found = ", ".join(f"{name} {_version(name)}" for name in ("liger-kernel", "triton-ascend", "triton"))
     raise BackendUnavailableError(
         f"use_liger on an NPU: {', '.join(foreign)} of liger_kernel.ops are Liger's CUDA kernels; {cause}. "
-        f"Installed: {found}. {_TRITON_FOR_NPU}; or set use_liger=False"
+        f"Installed: {found}. {_triton_for_npu()}; or set use_liger=False"
+    )
+
+
+def _triton_for_npu() -> str:
+    """The repair of a host whose triton is not the one that Liger's Ascend kernels need."""
+    over = (
+        "" if _version("triton") == "none" else "upstream triton lies over it: `pip uninstall -y triton` first, then "
+    )
+    return (
+        "On an NPU Liger 0.8.5 needs triton-ascend from Ascend's own package index (PyPI's is older): "
+        f"{over}`pip install --no-deps --force-reinstall triton-ascend=={TRITON_ASCEND} "
+        f"--extra-index-url {TRITON_ASCEND_INDEX}`"
     )
 
 
@@ -232,7 +242,7 @@ def _import_liger(family: str) -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "triton":
             raise BackendUnavailableError(
-                f"use_liger=True, but {release} finds no triton ({error}). {_TRITON_FOR_NPU}. On CUDA: "
+                f"use_liger=True, but {release} finds no triton ({error}). {_triton_for_npu()}. On CUDA: "
                 "`pip install triton`"
             ) from error
         raise ImportError(f"{release} cannot be used with transformers {_version('transformers')}: {error}") from error

@@ -8,6 +8,7 @@ import gc
 import importlib
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -77,11 +78,18 @@ def _stale_names(changes: Sequence[Change]) -> list[Row]:
 def _stale_objects(changes: Sequence[Change]) -> list[Row]:
     methods = {c.slot.owner: c for c in changes if isinstance(c.slot.owner, type)}
     swapped = {c.before: c for c in changes if isinstance(c.before, type)}
-    counts: dict[type, int] = {}
-    for thing in gc.get_referrers(*methods, *swapped):  # an object refers to its class
-        kind = type(thing)
-        if kind in swapped or (kind in methods and methods[kind].slot.name in getattr(thing, "__dict__", ())):
-            counts[kind] = counts.get(kind, 0) + 1
+    if not methods and not swapped:
+        return []  # looking for nothing, the collector would still go through every object of the process
+
+    def stale() -> Counter[type]:
+        things = gc.get_referrers(*methods, *swapped)  # an object refers to its class
+        hiding = (t for t in things if type(t) in methods and methods[type(t)].slot.name in getattr(t, "__dict__", ()))
+        return Counter(map(type, (*hiding, *(t for t in things if type(t) in swapped))))
+
+    counts = stale()
+    if counts:
+        gc.collect()  # what only waits for its collection is not live
+        counts = stale()
     rows = []
     for kind, count in counts.items():
         change = swapped.get(kind) or methods[kind]

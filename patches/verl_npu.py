@@ -1,79 +1,89 @@
-"""The set `verl_npu`: our operators on top of torch_npu's, in the families that verl trains and a few more.
+"""The set `verl_npu`: our operators on top of torch_npu's, wherever a model's code is one that we know.
 
-A table. `_norm`, `_mlp`, `_rotary` and `_moe` only spell out what records of one kind share; a record has a reason of
-its own where its family has one. Gemma 2's MLP has no record: it gates with GELU, which npu_swiglu does not compute.
+RMSNorm, gated MLP, rotary embedding and the experts of transformers 5 are recognised in the family's source
+(`npu_backend.recognise`); `recognised` makes records of what it finds. Records by hand are left for what has no form of
+its own: the expert blocks of transformers 4, which hold the router as well.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from npu_backend import recognise
 from npu_backend.patches.engine import Patch, PatchSet
 
 _OPERATORS = "npu_backend.operators"
 _HUB = "transformers integrations/hub_kernels.py: the npu entries of the kernel hub are for inference only"
+_MOVED = "transformers#43255 dropped position_ids in 5.2; the kernel hub has no npu entry for rotary_pos_emb"
+_EXPERTS = "verl#6707, ms-swift#8207: experts became fused parameters in transformers 5, stored [E, out, in]"
+
+# operator -> why, upstream, remove when
+_REASONS = {
+    "rms_norm": (
+        "five elementwise kernels and a float32 copy become one kernel, npu_rms_norm",
+        _HUB,
+        "the kernel hub has an RMSNorm for training on npu",
+    ),
+    "gated_mlp": (
+        "the activation and the product with the up projection become one kernel, npu_swiglu or npu_geglu",
+        _HUB,
+        "the kernel hub has a gated MLP for training on npu",
+    ),
+    "rotary": (
+        "slicing, negating, concatenating and two products become one kernel, npu_rotary_mul",
+        _MOVED,
+        "the kernel hub has a rotary_pos_emb for npu",
+    ),
+    "sparse_moe": (
+        "torch's grouped_mm has no npu kernel: transformers would run a loop of small products",
+        _EXPERTS,
+        "transformers registers an experts implementation for npu",
+    ),
+}
+
+# variant -> why, where it differs from the operator's
+_OWN_REASONS = {
+    "gated": "npu_rms_norm for the norm of the linear attention; its gate stays as it is, in float32",
+    "fused": "its projection already is [gate, up], as npu_swiglu wants it",
+    "partial": "only part of each head rotates; npu_rotary_mul takes that part",
+}
 
 
-def _modeling(family: str) -> str:
-    return f"transformers.models.{family}.modeling_{family}"
+def recognised(family: str) -> tuple[Patch, ...]:
+    """A record for everything in a family's code that is an operator, or is named as if it were one.
+
+    Where the installed transformers lacks the family, one record that says so.
+    """
+    absent = recognise.Found(f"{recognise.modeling(family)}:forward", "", "", "")
+    found = recognise.operators(family) if family in recognise.families() else (absent,)
+    return tuple(_record(family, one) for one in found)
 
 
-def _norm(family: str, name: str, kind: str = "plain", *, why: str = "", aliases: tuple[str, ...] = ()) -> Patch:
+def _record(family: str, found: recognise.Found) -> Patch:
+    why, upstream, remove_when = _REASONS.get(found.op, ("", "", ""))
+    module = f"{_OPERATORS}.{found.op}"
+    known = bool(found.variant)
+    experts = found.op == "sparse_moe"
     return Patch(
-        target=f"{_modeling(family)}:{name}.forward",
-        replacement=f"{_OPERATORS}.rms_norm:{kind}",
-        requires=f"{_OPERATORS}.rms_norm:requires",
-        op="rms_norm",
+        target="transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS[grouped_mm]" if experts else found.target,
+        replacement=f"{module}:{found.variant}" if known else "",
+        requires=f"{module}:requires" if known else f"{__name__}:unknown_form",
+        op=found.op,
         family=family,
-        why=why or "five elementwise kernels and a float32 copy become one kernel, npu_rms_norm",
-        upstream=_HUB,
-        remove_when="the kernel hub has an RMSNorm for training on npu",
-        aliases=tuple(f"{alias}.forward" for alias in aliases),
+        why=_OWN_REASONS.get(found.variant, why),
+        upstream=upstream,
+        remove_when=remove_when,
     )
 
 
-def _mlp(family: str, name: str, kind: str = "split", *, why: str = "") -> Patch:
+def unknown_form(original: Any, context: Any) -> str:
+    """Why what only has an operator's name is left alone."""
+    return "its code is none of the known forms of this operator (npu_backend.recognise)"
+
+
+def _block(family: str, name: str, *aliases: str) -> Patch:
     return Patch(
-        target=f"{_modeling(family)}:{name}.forward",
-        replacement=f"{_OPERATORS}.gated_mlp:{kind}",
-        requires=f"{_OPERATORS}.gated_mlp:requires",
-        op="gated_mlp",
-        family=family,
-        why=why or "SiLU and the product with the up projection become one kernel, npu_swiglu",
-        upstream=_HUB,
-        remove_when="the kernel hub has a gated MLP for training on npu",
-    )
-
-
-def _rotary(family: str, kind: str = "standard", name: str = "apply_rotary_pos_emb", *, why: str = "") -> Patch:
-    return Patch(
-        target=f"{_modeling(family)}:{name}",
-        replacement=f"{_OPERATORS}.rotary:{kind}",
-        requires=f"{_OPERATORS}.rotary:requires",
-        op="rotary",
-        family=family,
-        why=why or "slicing, negating, concatenating and two products become one kernel, npu_rotary_mul",
-        upstream="transformers#43255 dropped position_ids in 5.2; the kernel hub has no npu entry for rotary_pos_emb",
-        remove_when="the kernel hub has a rotary_pos_emb for npu",
-    )
-
-
-_PARTIAL = "only part of each head rotates; npu_rotary_mul takes that part"
-_GATED = "npu_rms_norm for the norm of the linear attention; its gate stays as it is, in float32"
-
-
-def _moe(family: str, name: str, *aliases: str) -> tuple[Patch, Patch]:
-    """Transformers 5 has a registry of implementations, with one entry for all families; transformers 4 has none."""
-    registry = Patch(
-        target="transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS[grouped_mm]",
-        replacement=f"{_OPERATORS}.sparse_moe:registered",
-        requires=f"{_OPERATORS}.sparse_moe:requires",
-        op="sparse_moe",
-        family=family,
-        why="torch's grouped_mm has no npu kernel: transformers would run a loop of small products",
-        upstream="verl#6707, ms-swift#8207: experts became fused parameters in transformers 5, stored [E, out, in]",
-        remove_when="transformers registers an experts implementation for npu",
-    )
-    experts = Patch(
-        target=f"{_modeling(family)}:{name}.forward",
+        target=f"transformers.models.{family}.modeling_{family}:{name}.forward",
         replacement=f"{_OPERATORS}.sparse_moe:experts",
         requires=f"{_OPERATORS}.sparse_moe:requires_eager_default",
         op="sparse_moe",
@@ -83,63 +93,15 @@ def _moe(family: str, name: str, *aliases: str) -> tuple[Patch, Patch]:
         remove_when="transformers 4, and torch without grouped_mm, are no longer supported",
         aliases=tuple(f"{alias}.forward" for alias in aliases),
     )
-    return registry, experts
 
 
 PATCH_SET = PatchSet(
     "verl_npu",
     (
-        _norm("llama", "LlamaRMSNorm"),
-        _mlp("llama", "LlamaMLP"),
-        _rotary("llama"),
-        _norm("mistral", "MistralRMSNorm"),
-        _mlp("mistral", "MistralMLP"),
-        _rotary("mistral"),
-        _norm("gemma2", "Gemma2RMSNorm", "offset"),
-        _rotary("gemma2"),
-        _norm("phi3", "Phi3RMSNorm"),
-        _mlp("phi3", "Phi3MLP", "fused", why="its projection already is [gate, up], as npu_swiglu wants it"),
-        _rotary("phi3", "partial", why=_PARTIAL),
-        _norm("qwen2", "Qwen2RMSNorm"),
-        _mlp("qwen2", "Qwen2MLP"),
-        _rotary("qwen2"),
-        # In transformers 4 the model borrows Qwen2RMSNorm (verl#5788); its text MLP is Qwen2MLP in both.
-        _norm("qwen2_5_vl", "Qwen2_5_VLRMSNorm", aliases=("Qwen2RMSNorm",)),
-        _mlp("qwen2_5_vl", "Qwen2MLP"),
-        _mlp("qwen2_5_vl", "Qwen2_5_VLMLP", why="the vision tower gates with SiLU as well"),
-        _rotary("qwen2_5_vl", "multimodal", "apply_multimodal_rotary_pos_emb"),
-        _rotary("qwen2_5_vl", "vision", "apply_rotary_pos_emb_vision"),
-        _norm("qwen3", "Qwen3RMSNorm"),
-        _mlp("qwen3", "Qwen3MLP"),
-        _rotary("qwen3"),
-        _norm("qwen3_moe", "Qwen3MoeRMSNorm"),
-        _mlp("qwen3_moe", "Qwen3MoeMLP", why="the dense layers between sparse ones (mlp_only_layers)"),
-        _rotary("qwen3_moe"),
-        *_moe("qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeSparseMoeBlock"),
-        _norm("qwen3_vl", "Qwen3VLTextRMSNorm"),
-        _mlp("qwen3_vl", "Qwen3VLTextMLP"),
-        _rotary("qwen3_vl"),
-        _rotary("qwen3_vl", "vision", "apply_rotary_pos_emb_vision"),
-        _norm("qwen3_vl_moe", "Qwen3VLMoeTextRMSNorm"),
-        _mlp("qwen3_vl_moe", "Qwen3VLMoeTextMLP", why="the dense layers between sparse ones (mlp_only_layers)"),
-        _rotary("qwen3_vl_moe"),
-        _rotary("qwen3_vl_moe", "vision", "apply_rotary_pos_emb_vision"),
-        *_moe("qwen3_vl_moe", "Qwen3VLMoeTextExperts"),
-        _norm("qwen3_next", "Qwen3NextRMSNorm", "offset"),
-        _norm("qwen3_next", "Qwen3NextRMSNormGated", "gated", why=_GATED),
-        _mlp("qwen3_next", "Qwen3NextMLP"),
-        _rotary("qwen3_next", "partial", why=_PARTIAL),
-        *_moe("qwen3_next", "Qwen3NextExperts", "Qwen3NextSparseMoeBlock"),
-        _norm("qwen3_5", "Qwen3_5RMSNorm", "offset"),
-        _norm("qwen3_5", "Qwen3_5RMSNormGated", "gated", why=_GATED),
-        _mlp("qwen3_5", "Qwen3_5MLP"),
-        _rotary("qwen3_5", "partial", why=_PARTIAL),
-        _rotary("qwen3_5", "vision", "apply_rotary_pos_emb_vision"),
-        _norm("qwen3_5_moe", "Qwen3_5MoeRMSNorm", "offset"),
-        _norm("qwen3_5_moe", "Qwen3_5MoeRMSNormGated", "gated", why=_GATED),
-        _mlp("qwen3_5_moe", "Qwen3_5MoeMLP", why="the shared expert"),
-        _rotary("qwen3_5_moe", "partial", why=_PARTIAL),
-        _rotary("qwen3_5_moe", "vision", "apply_rotary_pos_emb_vision"),
-        *_moe("qwen3_5_moe", "Qwen3_5MoeExperts"),
+        _block("qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeSparseMoeBlock"),
+        _block("qwen3_vl_moe", "Qwen3VLMoeTextExperts"),
+        _block("qwen3_next", "Qwen3NextExperts", "Qwen3NextSparseMoeBlock"),
+        _block("qwen3_5_moe", "Qwen3_5MoeExperts"),
     ),
+    find="npu_backend.patches.verl_npu:recognised",
 )

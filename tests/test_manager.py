@@ -189,6 +189,19 @@ def test_nothing_applied_is_a_warning_and_strictly_an_error(world, monkeypatch, 
     assert ENGINE.ledger == []
 
 
+def test_a_lost_npu_is_a_warning_and_one_that_nobody_expects_is_not(world, monkeypatch, caplog):
+    on(monkeypatch, Device("cpu", "torch_npu finds no device"))
+    monkeypatch.setattr(manager.importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level("INFO", logger="npu_backend"):
+        npu_backend.apply_npu_fsdp_patches(QWEN3)
+        monkeypatch.setattr(manager.importlib.util, "find_spec", lambda name: object())
+        npu_backend.apply_npu_fsdp_patches(QWEN3)
+        monkeypatch.setenv("NPU_BACKEND_DEVICE", "cpu")
+        npu_backend.apply_npu_fsdp_patches(QWEN3)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]
+    assert "torch_npu finds no device" in caplog.records[1].getMessage()
+
+
 @pytest.mark.case("A35")
 @pytest.mark.parametrize(
     ("skip", "disabled"),

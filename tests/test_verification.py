@@ -6,15 +6,18 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fake_torch_npu
+import interpreted
 import pytest
+import tiny_checkpoint
 import torch
 from torch import Tensor
 
 import npu_backend
-from npu_backend import families
+from npu_backend import families, model_configs
 from npu_backend.device import Device
 from npu_backend.patches.engine import ENGINE
 from npu_backend.report import VerifyReport
@@ -31,7 +34,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> fake_torch_npu.FakeTorchNpu:
 
 
 def tiny(model_type: str) -> Any:
-    return models.tiny_model(models.default_config(model_type))
+    return models.tiny_model(model_configs.default_config(model_type))
 
 
 def verdicts(report: VerifyReport) -> dict[tuple[str, str], str]:
@@ -46,14 +49,21 @@ def test_every_operator_of_a_family_is_reached_and_agrees(npu: fake_torch_npu.Fa
         pytest.skip(str(error))
     report = verify(model=model)
     assert report.ok, str(report)
-    assert {row.verdict for row in report.rows if row.op != "sparse_moe"} == {"ok"}, str(report)
+    assert {row.verdict for row in report.rows if row.op != "sparse_moe"} <= {"ok", "skipped"}, str(report)
+    assert {row.share for row in report.rows if row.verdict == "ok"} == {1.0}, str(report)
     assert all(row.calls and not row.fallbacks for row in report.rows if row.verdict == "ok"), str(report)
     assert npu_backend.patch_status().applied == 0
 
 
 def test_calls_are_counted_per_target(npu: fake_torch_npu.FakeTorchNpu) -> None:
     report = verify(model=tiny("llama"))
-    assert {row.op: row.calls for row in report.rows} == {"rms_norm": 5, "gated_mlp": 2, "rotary": 2, "ppo_head": 1}
+    assert {row.op: row.calls for row in report.rows} == {
+        "rms_norm": 5,
+        "gated_mlp": 2,
+        "rotary": 2,
+        "ppo_head": 1,
+        "model": 1,
+    }
 
 
 def change_operator(
@@ -91,7 +101,8 @@ def test_an_operator_that_is_wrong_is_found_and_no_other_one_is_accused(
     assert not report.ok
     assert found["gated_mlp", "forward"] == forward
     assert found["gated_mlp", "gradient"] == "fail"
-    assert {verdict for (op, _), verdict in found.items() if op != "gated_mlp"} == {"ok"}
+    assert found["model", "forward"] == forward
+    assert {verdict for (op, _), verdict in found.items() if op not in ("gated_mlp", "model")} == {"ok"}
 
 
 def test_a_patch_that_is_never_reached_fails(npu: fake_torch_npu.FakeTorchNpu) -> None:
@@ -139,6 +150,57 @@ def test_it_changes_nothing_that_was_in_force(npu: fake_torch_npu.FakeTorchNpu) 
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_the_share_of_calls_that_the_replacement_computed(
+    npu: fake_torch_npu.FakeTorchNpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    first = model.model.layers[0].mlp
+    monkeypatch.setattr(first, "gate_proj", torch.nn.utils.parametrizations.weight_norm(first.gate_proj))
+    hidden = model.model.layers[1].mlp
+    hidden.forward = type(hidden).forward.__get__(hidden)  # hides what is put on the class
+    rows = [row for row in verify(model=model).rows if row.op == "gated_mlp"]
+    assert {(row.calls, row.fallbacks, row.share) for row in rows} in ({(1, 0, 0.5)}, {(1, 1, 0.0)}), rows
+    assert all("50%" in str(VerifyReport((row,))) for row in rows if row.share)
+
+
+@pytest.mark.case("D33")
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_the_whole_models_log_probs_are_compared_with_max_mean_and_verdict(
+    npu: fake_torch_npu.FakeTorchNpu, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """Users who saw log-probs of training and rollout drift apart had to bisect the stack by hand."""
+    monkeypatch.setattr("npu_backend.verification.check._placed", lambda model: model)  # the device is a stand-in's
+    config = {"hf_config": model_configs.default_config(model_type)}
+    rows = {row.dtype: row for row in verify(config).rows if row.op == "model"}
+    assert set(rows) == {"float32", "bfloat16"}
+    assert all(0 < row.mean < row.error and row.mean <= row.allowed for row in rows.values()), rows
+    assert {row.verdict for row in rows.values()} == {"ok"}
+
+    change_operator(monkeypatch, "npu_rms_norm", lambda operator: lambda *args, **kw: [operator(*args, **kw)[0] * 1.1])
+    wrong = [row for row in verify(config).rows if row.op == "model" and row.dtype == "float32"]
+    assert [row.verdict for row in wrong] == ["fail"]
+    assert wrong[0].mean > 100 * rows["float32"].mean
+
+
+def test_a_checkpoints_folder_is_verified_with_its_own_weights(
+    npu: fake_torch_npu.FakeTorchNpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npu_backend.verification.check._placed", lambda model: model)  # the device is a stand-in's
+    folder = tiny_checkpoint.write(tmp_path)
+    report = verify(model=folder)
+    assert report.ok, str(report)
+    assert {row.dtype for row in report.rows} == {"float32", "bfloat16"}
+    assert {"rms_norm", "gated_mlp", "rotary", "ppo_head", "model"} == {row.op for row in report.rows}
+    assert report.versions["torch"]
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(npu_backend.ConfigError, match="cannot load the checkpoint"):
+        verify(model=str(folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(npu_backend.ConfigError, match="refuses"):
+        verify(model=folder)
+    assert not ENGINE.ledger
+
+
 def test_a_frozen_model_is_compared_too(npu: fake_torch_npu.FakeTorchNpu) -> None:
     model = tiny("llama").requires_grad_(False)
     report = verify(model=model)
@@ -164,7 +226,7 @@ def test_a_dtype_that_nothing_is_computed_in_is_refused(dtype: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        ("x", "got str: it has no config, get_input_embeddings"),
+        ("x", "'x' is no checkpoint's folder: it has no config.json"),
         (torch.nn.Linear(2, 2), "got Linear: it has no config"),
         ({"model_type": "qwen3"}, "got dict"),
     ],
@@ -195,7 +257,7 @@ def test_a_configuration_that_no_model_can_be_built_from_is_refused(hf_config: A
 
 
 def test_on_a_plain_cpu_the_head_is_compared_and_the_rest_is_skipped_with_the_reason() -> None:
-    report = verify({"hf_config": models.default_config("qwen3")})
+    report = verify({"hf_config": model_configs.default_config("qwen3")})
     assert report.ok
     assert {row.op for row in report.rows if row.verdict == "ok"} == {"ppo_head"}
     assert all("cpu" in row.reason for row in report.rows if row.verdict == "skipped")
@@ -213,7 +275,7 @@ def test_an_error_while_verifying_leaves_nothing_applied(
 @pytest.mark.parametrize("model_type", families.FAMILIES)
 def test_a_tiny_model_keeps_the_structure_of_its_family(model_type: str) -> None:
     try:
-        config = models.default_config(model_type)
+        config = model_configs.default_config(model_type)
     except npu_backend.ConfigError:
         pytest.skip("this transformers does not have the family")
     model = models.tiny_model(config)
@@ -227,14 +289,17 @@ def test_a_tiny_model_keeps_the_structure_of_its_family(model_type: str) -> None
     assert out.logits.isfinite().all()
 
 
+@interpreted.supported
 def test_liger_in_the_interpreter_is_compared_with_the_classes_that_it_took_the_place_of() -> None:
     """In a process of its own, because triton must be told before it is imported."""
     pytest.importorskip("liger_kernel")
     code = (
         "from npu_backend import liger_interpreter; liger_interpreter.activate()\n"
+        "from npu_backend import model_configs\n"
+        "from npu_backend import model_configs\n"
         "from npu_backend.verification import models, verify\n"
         "models.SEQUENCE = 3\n"  # the interpreter takes a tenth of a second for a token in a layer
-        "config = models.shrunk(models.default_config('qwen3'))\n"
+        "config = models.shrunk(model_configs.default_config('qwen3'))\n"
         "report = liger_interpreter.apply_liger_in_interpreter(config)\n"
         "print(verify(model=models.tiny_model(config)))\n"
         "import npu_backend; npu_backend.revert_patches()\n"

@@ -40,17 +40,50 @@ def lacks(*names: str) -> str | None:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
+# class of an activation module -> what gates; under the names that torch and transformers have for it
+_GATES = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+}
+# the same in a configuration
+_GATE_NAMES = {"silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh"}
+
+
+def gate_of(activation: Any) -> str | None:
+    """What a module's activation is, of those that the operators compute: "silu", "gelu", "gelu_tanh", or None."""
+    if activation is torch.nn.functional.silu:
+        return "silu"
+    kind = _GATES.get(type(activation).__name__)
+    if kind == "gelu" and getattr(activation, "approximate", "none") == "tanh":
+        return "gelu_tanh"
+    return kind
+
+
 def is_silu(activation: Any) -> bool:
-    """Whether a module's activation is SiLU, under the names that torch and transformers have for it."""
-    return activation is torch.nn.functional.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")
+    """Whether a module's activation is SiLU."""
+    return gate_of(activation) == "silu"
 
 
 def not_silu(hf_config: Any) -> str | None:
     """Why no part of a model gates with SiLU, if its configuration says so; None where it does not say."""
+    return _not_among(hf_config, {"silu", "swish"}, "npu_swiglu computes SiLU only")
+
+
+def not_gated(hf_config: Any) -> str | None:
+    """Why no part of a model gates with SiLU or GELU, if its configuration says so; None where it does not say."""
+    return _not_among(hf_config, _GATE_NAMES, "npu_swiglu and npu_geglu compute SiLU and GELU only")
+
+
+def _not_among(hf_config: Any, known: set[str], why: str) -> str | None:
     names = sorted({name for name in _activations(hf_config) if isinstance(name, str)})
-    if not names or {"silu", "swish"} & set(names):
+    if not names or known & set(names):
         return None
-    return f"the model's activation is {', '.join(names)}, and npu_swiglu computes SiLU only"
+    return f"the model's activation is {', '.join(names)}, and {why}"
 
 
 def _activations(config: Any, depth: int = 0) -> Iterator[Any]:
@@ -86,10 +119,20 @@ def is_dtensor(value: Any) -> bool:
 
 # -- the original's signature -----------------------------------------------------------------------------------------
 
+ONE_INPUT = (("self", "x"), ("self", "hidden_states"), ("self", "hidden_state"))
+
 
 def argument_names(original: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a function's parameters, in order."""
     return tuple(inspect.signature(original).parameters)
+
+
+def unlike(original: Any, *known: tuple[str, ...]) -> str | None:
+    """Why there is no replacement for this original: it is no plain function, or has none of these parameters."""
+    if not inspect.isfunction(original):
+        return f"it is no plain function but a {type(original).__name__}"
+    names = argument_names(original)
+    return None if names in known else f"there is no replacement with its parameters ({', '.join(names)})"
 
 
 def one_input(original: Callable[..., Any], run: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -108,8 +151,7 @@ def one_input(original: Callable[..., Any], run: Callable[[Any, Tensor], Tensor]
     def forward_hidden_state(self: Any, hidden_state: Tensor) -> Tensor:
         return run(self, hidden_state)
 
-    forms = {"x": forward_x, "hidden_states": forward_hidden_states, "hidden_state": forward_hidden_state}
-    return pick(original, {("self", name): form for name, form in forms.items()})
+    return pick(original, dict(zip(ONE_INPUT, (forward_x, forward_hidden_states, forward_hidden_state), strict=True)))
 
 
 def pick(original: Callable[..., Any], forms: Mapping[tuple[str, ...], Callable[..., Any]]) -> Callable[..., Any]:

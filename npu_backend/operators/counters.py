@@ -14,6 +14,7 @@ from npu_backend.errors import BackendUnavailableError
 _ORDINARY = ("a tensor is on ", "empty input")  # nothing that an operator for the NPU could have been wanted for
 _calls: Counter[str] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
+_choices: dict[str, None] = {}
 
 
 def ran(op: str) -> None:
@@ -27,7 +28,7 @@ def fell_back(op: str, reason: str) -> None:
     Raises:
         BackendUnavailableError: NPU_BACKEND_STRICT=1, and the input is one that the NPU was wanted for.
     """
-    _fallbacks[op, reason] += 1
+    note_fallback(op, reason)
     if reason.startswith(_ORDINARY):
         return
     message = f"npu-backend: {op} runs the original forward: {reason}"
@@ -36,6 +37,23 @@ def fell_back(op: str, reason: str) -> None:
             f"{message}. Leave it out with NPU_BACKEND_SKIP={op}, or NPU_BACKEND_STRICT unset"
         )
     log.warn_once(f"operators.{op}.{reason}", message)
+
+
+def note_fallback(op: str, reason: str) -> None:
+    """Only count a fallback, where somebody else has said it and obeyed NPU_BACKEND_STRICT."""
+    _fallbacks[op, reason] += 1
+
+
+def note_choice(text: str) -> None:
+    """Keep for reports what was chosen where the choice was ours, and why; the first of its kind is said on rank 0."""
+    if text not in _choices:
+        _choices[text] = None
+        log.info_rank0(f"npu-backend: {text}")
+
+
+def choices() -> tuple[str, ...]:
+    """What `note_choice` was told in this process."""
+    return tuple(_choices)
 
 
 def calls() -> dict[str, int]:
@@ -48,6 +66,14 @@ def fallbacks() -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for (op, reason), count in _fallbacks.items():
         found.setdefault(op, {})[reason] = count
+    return found
+
+
+def totals() -> Counter[str]:
+    """Inputs handed back, by operator; 0 for every other name."""
+    found: Counter[str] = Counter()
+    for (op, _), count in _fallbacks.items():
+        found[op] += count
     return found
 
 

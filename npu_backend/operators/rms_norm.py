@@ -1,11 +1,14 @@
 """RMSNorm through `torch_npu.npu_rms_norm`.
 
-Replaces the forward of three kinds of norm: plain (`weight * normalised`), offset (`(1 + weight) * normalised`, Gemma
-and Qwen3-Next) and gated (plain, times SiLU of a gate). The operator wants input and gamma in one dtype and computes in
-float32; transformers lets the two differ, with a rule for the result's dtype in each kind, kept in all nine pairs:
+Replaces the forward of every norm that `npu_backend.recognise` knows. The operator wants input and gamma in one dtype
+and computes in float32; transformers lets the two differ, and its norms differ in when they round. Each rule is kept:
 
-    plain, gated   both are widened to what they promote to; plain returns that, gated returns the input's dtype
-    offset         float32, as transformers does it: `1 + weight` rounded to bfloat16 would lose every |weight| < 0.002
+    plain          input and weight widened to what they promote to, which the result has
+    rounded_last   float32 with the weight, then the input's dtype (OLMo 2, GPT-OSS)
+    offset         the same with `1 + weight` (Gemma, Qwen3-Next): `1 + weight` rounded to bfloat16 would lose every
+                   |weight| < 0.002
+    weightless     the same without a weight; `scaled` asks the module whether it has one (Gemma 3n and 4)
+    gated          plain, times SiLU of a gate; `gated_input` has the gate before the norm (Mamba 2)
 
 Goes to the original: no weight, one or more than eight dimensions, a weight that is not the last axis, and what
 `checks.why_not` and `sharded.why_not_rows` name.
@@ -28,32 +31,73 @@ OP = "rms_norm"
 
 
 def requires(original: Any, context: Any) -> str | None:
-    """Why no norm can be replaced on this host."""
-    return checks.lacks("npu_rms_norm")
+    """Why this norm cannot be replaced on this host."""
+    return checks.lacks("npu_rms_norm") or checks.unlike(original, *checks.ONE_INPUT, ("self", "hidden_states", "gate"))
+
+
+Compute = Callable[[Tensor, Any, float], Tensor]  # x, weight or None, epsilon
 
 
 def plain(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
     """Factory for norms that multiply by `weight` and keep their epsilon in `variance_epsilon`."""
+    return _norm(original, rms_norm, "variance_epsilon")
 
-    def run(self: Any, x: Tensor) -> Tensor:
-        reason = _why_not(x, self.weight)
-        if reason:
-            counters.fell_back(OP, reason)
-            return original(self, x)
-        return rms_norm(x, self.weight, self.variance_epsilon)
 
-    return checks.one_input(original, run)
+def plain_eps(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
+    """The same with the epsilon in `eps`."""
+    return _norm(original, rms_norm, "eps")
+
+
+def rounded_last(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
+    """Factory for norms that multiply by `weight` before they round; epsilon in `variance_epsilon`."""
+    return _norm(original, _rounded_last, "variance_epsilon")
+
+
+def rounded_last_eps(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
+    """The same with the epsilon in `eps`."""
+    return _norm(original, _rounded_last, "eps")
 
 
 def offset(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
     """Factory for norms that multiply by `1 + weight` and keep their epsilon in `eps`."""
+    return _norm(original, lambda x, weight, epsilon: _rounded_last(x, 1.0 + weight.float(), epsilon), "eps")
+
+
+def weightless(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
+    """Factory for norms without a weight, epsilon in `eps`."""
+    return _norm(original, _rounded_last, "eps", weight=_ones)
+
+
+def scaled(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
+    """Factory for norms that have a weight if `with_scale` says so, epsilon in `eps`."""
+    return _norm(
+        original, _rounded_last, "eps", weight=lambda self, x: self.weight if self.with_scale else _ones(self, x)
+    )
+
+
+def _rounded_last(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return rms_norm(x.float(), weight.float(), epsilon).to(x.dtype)
+
+
+def _ones(self: Any, x: Tensor) -> Tensor:
+    return x.new_ones(x.shape[-1:], dtype=torch.float32)
+
+
+def _norm(
+    original: Callable[..., Tensor],
+    compute: Compute,
+    epsilon: str,
+    weight: Callable[[Any, Tensor], Any] = lambda self, x: self.weight,
+) -> Callable[..., Tensor]:
+    """A forward that computes what it may and leaves the rest to the original."""
 
     def run(self: Any, x: Tensor) -> Tensor:
-        reason = _why_not(x, self.weight)
+        gamma = weight(self, x)
+        reason = _why_not(x, gamma)
         if reason:
             counters.fell_back(OP, reason)
             return original(self, x)
-        return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return compute(x, gamma, getattr(self, epsilon))
 
     return checks.one_input(original, run)
 
@@ -68,6 +112,23 @@ def gated(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor
             return original(self, hidden_states, gate)
         normalised = rms_norm(hidden_states, self.weight, self.variance_epsilon)
         return (normalised * F.silu(gate.to(torch.float32))).to(hidden_states.dtype)
+
+    return forward
+
+
+def gated_input(original: Callable[..., Tensor], context: Any) -> Callable[..., Tensor]:
+    """Factory for plain norms of an input that is multiplied by SiLU of a gate first, in float32."""
+
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        reason = _why_not(hidden_states, self.weight) or (None if gate is None else checks.why_not(gate))
+        if reason:
+            counters.fell_back(OP, reason)
+            return original(self, hidden_states, gate)
+        wide = hidden_states.float()
+        if gate is not None:
+            wide = wide * F.silu(gate.float())
+        result = rms_norm(wide, self.weight.float(), self.variance_epsilon)
+        return result.to(torch.promote_types(hidden_states.dtype, self.weight.dtype))
 
     return forward
 

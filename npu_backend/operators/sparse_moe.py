@@ -150,8 +150,9 @@ def _why_not(hidden_states: Tensor, index: Tensor | None, weight: Tensor, expert
 
 def _why_not_fused(self: Any) -> str | None:
     """Why these fused experts are not plain SwiGLU over all experts. Its flags come from transformers' decorator."""
-    if not checks.is_silu(self.act_fn):
-        return f"activation {type(self.act_fn).__name__}"
+    activation = getattr(self, "act_fn", None)  # GPT-OSS has its own, and no such attribute
+    if not checks.is_silu(activation):
+        return f"activation {type(activation).__name__}"
     if not getattr(self, "has_gate", True) or not getattr(self, "is_concatenated", True):
         return "experts that are not gate and up side by side"
     if getattr(self, "has_bias", False):

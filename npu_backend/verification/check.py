@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from npu_backend import device, families
+from npu_backend import device, families, model_configs
 from npu_backend.config import read_config
 from npu_backend.errors import ConfigError
 from npu_backend.head.linear_log_prob import linear_log_prob
 from npu_backend.manager import apply_npu_fsdp_patches, patch_status
-from npu_backend.operators import counters
 from npu_backend.patches.engine import ENGINE, Change, Row
 from npu_backend.patches.targets import ItemSlot
 from npu_backend.report import PatchReport, VerifyReport, VerifyRow
-from npu_backend.verification import models
+from npu_backend.verification import models, whole_model
 from npu_backend.verification.replay import Call, Comparison, compare, recording
 
 TINY_DTYPES = (torch.float32, torch.bfloat16)
@@ -38,32 +40,33 @@ def verify(model_config: Any = None, *, model: Any = None, dtype: torch.dtype | 
     Args:
         model_config: as for `apply_npu_fsdp_patches`. Without `hf_config` every family that this transformers has is
             checked, or those of the patches in force.
-        model: check with the calls that this model makes, on its device. Without one a two-layer model of each family
-            is built.
+        model: check with the calls that this model makes, on its device; a folder is loaded as a Hugging Face
+            checkpoint once the patches are in place. Without one a two-layer model of each family is built.
         dtype: run the operators in this dtype. None means the model's own, and float32 and bfloat16 for built models.
 
     Returns:
-        One row per target, dtype and direction; `calls` of one forward pass. The verdict is `ok`, `fail`, `not
-        reached` (the model has the module and never called the replacement), `absent` (it has no such module) or
-        `skipped`.
+        One row per target, dtype and direction, and one per dtype for the model's log-probs as a whole; `calls` of one
+        forward pass. The verdict is `ok`, `fail`, `not reached` (the model has the module and never called the
+        replacement), `absent` (it has no such module) or `skipped`.
 
     Raises:
-        ConfigError: `model` is not a model of transformers, `dtype` is none of float16, bfloat16, float32 and
-            float64, no model can be built from `hf_config`, or as `apply_npu_fsdp_patches`.
+        ConfigError: `model` is neither a model of transformers nor a checkpoint's folder, `dtype` is none of float16,
+            bfloat16, float32 and float64, no model can be built from `hf_config`, or as `apply_npu_fsdp_patches`.
         PatchConflictError, PatchTargetError, BackendUnavailableError: as `apply_npu_fsdp_patches`.
     """
-    dtypes = _dtypes(dtype, built=model is None)
-    if model is not None:
+    is_folder = isinstance(model, (str, os.PathLike))
+    dtypes = _dtypes(dtype, built=model is None or is_folder)
+    if model is not None and not is_folder:
         _check_is_hf_model(model)
     if model is not None and model_config is None and not _in_force():
-        model_config = {"hf_config": model.config}
+        model_config = {"hf_config": model_configs.checkpoint_config(model) if is_folder else model.config}
     with _patched(model_config) as report:
         rows: list[VerifyRow] = []
         notes: list[str] = []
         for subject in _subjects(read_config(model_config).hf_config, model, report, notes):
             rows += _check_model(subject, dtypes)
         rows += [_row(row.op, row.target, verdict="skipped", reason=row.reason) for row in _left_alone(report)]
-    return VerifyReport(tuple(rows), report.device, report.patch_set, tuple(notes))
+    return VerifyReport(tuple(rows), report.device, report.patch_set, tuple(notes), device.versions())
 
 
 def _dtypes(dtype: torch.dtype | str | None, *, built: bool) -> Sequence[torch.dtype | None]:
@@ -106,7 +109,9 @@ def _patched(model_config: Any) -> Iterator[PatchReport]:
 
 def _subjects(hf_config: Any, model: Any, report: PatchReport, notes: list[str]) -> Iterator[nn.Module]:
     """The models whose calls are compared: the given one, or a tiny one of each family in question."""
-    if model is not None:
+    if isinstance(model, (str, os.PathLike)):
+        yield _placed(models.checkpoint(model))
+    elif model is not None:
         yield model
     elif hf_config is not None:
         yield _placed(models.tiny_model(hf_config))
@@ -114,7 +119,7 @@ def _subjects(hf_config: Any, model: Any, report: PatchReport, notes: list[str])
         found = dict.fromkeys(row.model_type for row in report.rows if row.state in ("applied", "stale"))
         for family in found or {"llama": None}:  # the head can be checked on any model
             try:
-                config = models.default_config(family)
+                config = model_configs.default_config(family)
             except ConfigError as error:
                 notes.append(str(error))
                 continue
@@ -134,10 +139,11 @@ def _check_model(model: nn.Module, dtypes: Sequence[torch.dtype | None]) -> list
     concerned = _changes_of(model)
     changes = [change for change in concerned if change.slot.holds(change.after)]
     expected = {change.row.target: models.expected_calls(model, change) for change in changes}
-    with recording(model, changes) as seen:
-        counters.reset()
+    ran: list[nn.Module] = []
+    note_module = nn.modules.module.register_module_forward_pre_hook(lambda module, args: ran.append(module))
+    with recording(model, changes) as seen, note_module:
         head_inputs = _run_forward(model)
-        fallbacks = {op: sum(reasons.values()) for op, reasons in counters.fallbacks().items()}
+    made = {change.row.target: models.expected_calls(model, change, [model, *ran]) for change in changes}
     originals, where = _Originals(model, changes), next(model.parameters()).device
     compared = functools.partial(_compared, dtypes=dtypes, where=where)
     overwritten = "somebody has overwritten this replacement"
@@ -145,7 +151,12 @@ def _check_model(model: nn.Module, dtypes: Sequence[torch.dtype | None]) -> list
     for change in changes:
         target = change.row.target
         row = functools.partial(
-            _row, change.row.op, target, calls=seen.counts[target], fallbacks=fallbacks.get(change.row.op, 0)
+            _row,
+            change.row.op,
+            target,
+            calls=seen.counts[target],
+            fallbacks=seen.fallbacks[target],
+            share=_share(seen.counts[target], seen.fallbacks[target], made[target]),
         )
         if target in seen.calls:
             rows += compared(seen.calls[target], originals.of(change), _replacement(change), row)
@@ -156,9 +167,29 @@ def _check_model(model: nn.Module, dtypes: Sequence[torch.dtype | None]) -> list
             rows.append(row(verdict="absent", reason="this model has no such module"))
     if head_inputs:
         call = Call(head_inputs, {})
-        row = functools.partial(_row, "ppo_head", "linear_log_prob", calls=1)
+        row = functools.partial(_row, "ppo_head", f"{type(model).__name__}:linear_log_prob", calls=1, share=1.0)
         rows += compared([call], _full_logits, _fused_head, row)
+    if seen.calls:
+        rows += _whole_model(model, originals, dtypes)
     return rows
+
+
+def _whole_model(model: nn.Module, originals: _Originals, dtypes: Sequence[torch.dtype | None]) -> list[VerifyRow]:
+    """The model's log-probs with everything patched, as a trainer would compare them with a rollout engine's.
+
+    The mean decides, not the worst token: in bfloat16 a router's tie can send one token to another expert either way.
+    """
+    rows, target = [], f"{type(model).__name__}:log_probs"
+    for dtype, worst in whole_model.compare(model, originals.in_place, originals.fresh_model, dtypes):
+        verdict = "ok" if worst.mean <= worst.mean_allowed else "fail"
+        row = _row("model", target, calls=1, share=1.0, dtype=dtype, direction="forward", verdict=verdict)
+        rows.append(dataclasses.replace(row, error=worst.error, mean=worst.mean, allowed=worst.mean_allowed))
+    return rows
+
+
+def _share(calls: int, fallbacks: int, made: int) -> float:
+    """The part of an operator's calls in one forward pass, of which `made` are known, that its replacement computed."""
+    return (calls - fallbacks) / max(calls, made, 1)
 
 
 def _run_forward(model: nn.Module) -> tuple[Any, ...]:
@@ -202,7 +233,7 @@ def _changes_of(model: nn.Module) -> list[Change]:
 class _Originals:
     """What stood in a target before, callable with the arguments of a recorded call."""
 
-    def __init__(self, model: nn.Module, changes: Sequence[Change]) -> None:
+    def __init__(self, model: Any, changes: Sequence[Change]) -> None:
         self.model = model
         self.changes = changes
 
@@ -219,17 +250,32 @@ class _Originals:
         template = next(m for m in self._plain.modules() if type(m) is before and _shapes(m) == _shapes(module))
         return torch.func.functional_call(template, dict(module.named_parameters()), args, kwargs)
 
-    @functools.cached_property
-    def _plain(self) -> nn.Module:
-        """The model as the original classes build it, without memory."""
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While it lasts, the originals stand where they stood."""
         for change in self.changes:
-            change.slot.put(change.before)
+            change.slot.put(self.of(change) if isinstance(change.slot, ItemSlot) else change.before)
         try:
-            with torch.device("meta"):
-                return type(self.model)(self.model.config)
+            yield
         finally:
             for change in self.changes:
                 change.slot.put(change.after)
+
+    def fresh_model(self) -> nn.Module:
+        """A copy of the model; while the originals are in place, one of their classes."""
+        if not any(isinstance(change.after, type) for change in self.changes):
+            same: nn.Module = copy.deepcopy(self.model)
+            return same
+        fresh: nn.Module = type(self.model)(self.model.config)
+        fresh.load_state_dict(self.model.state_dict())
+        return fresh
+
+    @functools.cached_property
+    def _plain(self) -> nn.Module:
+        """The model as the original classes build it, without memory."""
+        with self.in_place(), torch.device("meta"):
+            plain: nn.Module = type(self.model)(self.model.config)
+        return plain
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -282,6 +328,7 @@ def _compared(
                     dtype=str(dtype or recorded).removeprefix("torch."),
                     direction=direction,
                     error=worst.error,
+                    mean=worst.mean,
                     allowed=worst.allowed,
                     verdict="ok" if worst.error <= worst.allowed else "fail",
                 )
@@ -292,5 +339,6 @@ def _compared(
 def _row(op: str, target: str, **values: Any) -> VerifyRow:
     module, _, path = target.rpartition(":")
     where = f"{module.rpartition('.')[2]}:{path}" if module else path
-    blank = {"dtype": "", "direction": "", "error": 0.0, "allowed": 0.0, "calls": 0, "fallbacks": 0}
+    blank = {"dtype": "", "direction": "", "error": 0.0, "mean": 0.0, "allowed": 0.0}
+    blank |= {"calls": 0, "fallbacks": 0, "share": 0.0}
     return VerifyRow(op=op, where=where, **{**blank, **values})

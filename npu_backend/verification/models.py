@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from npu_backend import families
 from npu_backend.errors import ConfigError
+from npu_backend.model_configs import checkpoint_config, config_of, one_line
 from npu_backend.patches.engine import Change
 from npu_backend.patches.targets import ItemSlot
 
@@ -70,18 +71,38 @@ def tiny_model(hf_config: Any) -> nn.Module:
     Raises:
         ConfigError: transformers has no causal language model for this configuration, or cannot build it.
     """
+    config = shrunk(hf_config)
+    factory = _factory(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _built(factory, config)
+        for parameter in model.parameters():  # norms start at 1 or 0, biases at 0: a fault there would not show
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
+    return model.train()
+
+
+def checkpoint(folder: str | os.PathLike[str]) -> nn.Module:
+    """The model in a checkpoint's folder, in its own dtype, on the CPU.
+
+    Raises:
+        ConfigError: as `checkpoint_config`, or the weights cannot be loaded.
+    """
+    factory = _factory(checkpoint_config(folder))
+    try:
+        model: nn.Module = factory.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except Exception as error:
+        raise ConfigError(f"transformers cannot load the checkpoint {str(folder)!r}: {one_line(error)}") from error
+    return model.train()
+
+
+def _factory(config: Any) -> Any:
+    """The auto class of transformers that builds a language model of this configuration."""
     import transformers
 
-    config = shrunk(hf_config)
     for auto in ("AutoModelForImageTextToText", "AutoModelForCausalLM"):
         factory = getattr(transformers, auto, None)
         if factory is not None and type(config) in factory._model_mapping:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                model = _built(factory, config)
-                for parameter in model.parameters():  # norms start at 1 or 0, biases at 0: a fault there would not show
-                    parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
-            return model.train()
+            return factory
     raise ConfigError(
         f"no language model can be built from {type(config).__name__} (model_type {config.model_type!r}); give the "
         "whole model's configuration, not that of a part"
@@ -92,46 +113,8 @@ def _built(factory: Any, config: Any) -> nn.Module:
     try:
         model: nn.Module = factory.from_config(config)
     except Exception as error:
-        raise ConfigError(f"transformers cannot build a small {config.model_type} model: {_one_line(error)}") from error
+        raise ConfigError(f"transformers cannot build a small {config.model_type} model: {one_line(error)}") from error
     return model
-
-
-def default_config(model_type: str, **settings: Any) -> Any:
-    """The configuration that transformers gives a model type by default, with these settings.
-
-    Raises:
-        ConfigError: as `config_of`.
-    """
-    return config_of({"model_type": model_type, **settings})
-
-
-def config_of(content: Any) -> Any:
-    """The configuration object that transformers makes of what a config.json holds.
-
-    Raises:
-        ConfigError: this is no mapping with a model type, this release of transformers does not know the type, or it
-            refuses another value.
-    """
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    name = content.get("model_type") if isinstance(content, Mapping) else None
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"a model's configuration is a mapping with a model_type such as 'qwen3', not {content!r:.80}"
-        )
-    if name not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"model type {name!r} is unknown to this release of transformers; known to npu-backend: "
-            f"{', '.join(families.FAMILIES)}"
-        )
-    try:
-        return AutoConfig.for_model(**content)
-    except Exception as error:  # errors of many kinds; their text names the key
-        raise ConfigError(f"transformers refuses this configuration of {name}: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def shrunk(hf_config: Any) -> Any:
@@ -188,24 +171,27 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.to(model.device) for name, value in given.items()}
 
 
-def expected_calls(model: nn.Module, change: Change) -> int:
-    """How often one forward pass should call a patched target, from the model's structure alone.
+def expected_calls(model: nn.Module, change: Change, ran: Collection[nn.Module] | None = None) -> int:
+    """How often one forward pass should call a patched target, from the model's structure alone; or from the modules
+    that ran in one, where they are given (a patched block does not call the experts inside it).
 
     A method is called once per module of its class, and so is a class that took another one's place; a function once
     per module whose forward names it; an entry of transformers' experts registry once per module that dispatches to it.
     """
     slot = change.slot
+    modules = list(model.modules()) if ran is None else ran
     if isinstance(slot, ItemSlot):
-        return sum(_dispatches_experts(module) for module in model.modules())
+        return sum(_dispatches_experts(module) for module in modules)
     if isinstance(slot.owner, type):
-        return sum(type(module).forward is change.after for module in model.modules())
+        return sum(type(module).forward is change.after for module in modules)
     if isinstance(change.after, type):
-        return sum(type(module) in (change.before, change.after) for module in model.modules())
-    return sum(_names(type(module).forward, slot.name, slot.owner) for module in model.modules())
+        return sum(type(module) in (change.before, change.after) for module in modules)
+    return sum(_names(type(module).forward, slot.name, slot.owner) for module in modules)
 
 
 def _dispatches_experts(module: nn.Module) -> bool:
-    return "num_experts" in vars(module) and hasattr(type(module).forward, "__wrapped__")
+    """Whether transformers' decorator of experts is on this module's class: it notes the layout of the weights."""
+    return "is_transposed" in vars(module) and hasattr(type(module).forward, "__wrapped__")
 
 
 def _names(forward: Any, name: str, module: Any) -> bool:

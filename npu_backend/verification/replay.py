@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from npu_backend.operators import counters
 from npu_backend.patches.engine import Change
 
 TIMES = 4.0  # how many times the original's own error a replacement may have
@@ -35,9 +36,12 @@ class Call:
 
 @dataclass
 class Recording:
-    """What a model called: how often each target ran, and one call of every combination of shapes and dtypes."""
+    """What a model called: how often each target ran, how often it handed its input back to the original, and one call
+    of every combination of shapes and dtypes.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
     calls: dict[str, list[Call]] = field(default_factory=dict)
     _seen: set[tuple[Any, ...]] = field(default_factory=set)
 
@@ -52,10 +56,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The worst of some results: its error to float64 and the error it may have, relative to the largest entry."""
+    """The worst of some results: its largest and its mean error to float64 and what each may be, all relative to the
+    largest entry.
+    """
 
     error: float = 0.0
     allowed: float = 0.0
+    mean: float = 0.0
+    mean_allowed: float = 0.0
 
     def worse(self, other: Comparison) -> Comparison:
         def excess(one: Comparison) -> float:
@@ -70,8 +78,8 @@ def recording(model: nn.Module, changes: Sequence[Change]) -> Iterator[Recording
     seen = Recording()
     with contextlib.ExitStack() as stack:
         for change in changes:
-            note = functools.partial(seen.add, change.row.target)
             if isinstance(change.after, type):
+                note = functools.partial(seen.add, change.row.target)
                 for module in model.modules():
                     if type(module) is change.after:
                         hook = module.register_forward_pre_hook(
@@ -79,16 +87,19 @@ def recording(model: nn.Module, changes: Sequence[Change]) -> Iterator[Recording
                         )
                         stack.callback(hook.remove)
             else:
-                change.slot.put(_noting(change.after, note))
+                change.slot.put(_noting(change.after, change.row.target, seen))
                 stack.callback(change.slot.put, change.after)
         yield seen
 
 
-def _noting(function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+def _noting(function: Callable[..., Any], target: str, seen: Recording) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        note(args, kwargs)
-        return function(*args, **kwargs)
+        seen.add(target, args, kwargs)
+        before = counters.fallbacks()
+        result = function(*args, **kwargs)
+        seen.fallbacks[target] += counters.fallbacks() != before
+        return result
 
     return call
 
@@ -109,12 +120,12 @@ def compare(
         dtype: run the call in this dtype; None keeps what was recorded.
         device: where original and replacement run.
     """
-    with _Float32IsFloat64():
+    with Float32IsFloat64():
         reference = _run(call, original, torch.float64, torch.device("cpu"))
     eager = _run(call, original, dtype, device)
     patched = _run(call, replacement, dtype, device)
     forward, gradients = (
-        functools.reduce(Comparison.worse, map(_compare_one, *results), Comparison())
+        functools.reduce(Comparison.worse, map(compare_one, *results), Comparison())
         for results in zip(patched, eager, reference)
     )
     return forward, gradients
@@ -152,19 +163,23 @@ def _run(
     return [out.detach() for out in outputs], filled
 
 
-def _compare_one(patched: Tensor, eager: Tensor, reference: Tensor) -> Comparison:
+def compare_one(patched: Tensor, eager: Tensor, reference: Tensor) -> Comparison:
+    """What a replacement and the original computed in one dtype, by their distances to a float64 reference."""
     if not reference.numel():
         return Comparison()
     scale = float(reference.abs().max()) or 1.0
     rounding = torch.finfo(patched.dtype).eps if patched.dtype == eager.dtype else 0.0
+    errors, own = (_distances(value, reference) / scale for value in (patched, eager))
     return Comparison(
-        error=_distance(patched, reference) / scale, allowed=TIMES * _distance(eager, reference) / scale + rounding
+        error=float(errors.max()),
+        allowed=TIMES * float(own.max()) + rounding,
+        mean=float(errors.mean()),
+        mean_allowed=TIMES * float(own.mean()) + rounding,
     )
 
 
-def _distance(value: Tensor, reference: Tensor) -> float:
-    difference = (value.detach().cpu().double() - reference).abs()
-    return float(difference.nan_to_num(nan=torch.inf).max())
+def _distances(value: Tensor, reference: Tensor) -> Tensor:
+    return (value.detach().cpu().double() - reference).abs().nan_to_num(nan=torch.inf)
 
 
 def _floating(value: Any) -> list[Tensor]:
@@ -191,7 +206,7 @@ def _form(value: Any) -> Any:
     return type(value).__name__
 
 
-class _Float32IsFloat64(TorchFunctionMode):
+class Float32IsFloat64(TorchFunctionMode):
     """Turns every cast to float32 into one to float64, so that a model's own upcasts do not round the reference."""
 
     def __torch_function__(

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import interpreted
 import pytest
 
 import npu_backend
@@ -113,7 +114,7 @@ def test_strict_turns_unavailable_into_an_error(
     ("text", "message"),
     [
         ("raise RuntimeError('0 active drivers')", r"broken here.*0 active drivers"),
-        ("import triton.of_no_release", r"finds no triton.*triton-ascend==3\.2\.2"),
+        ("import triton.of_no_release", r"finds no triton.*triton-ascend==3\.2\.2 --extra-index-url https://"),
     ],
     ids=["raises at import", "no triton"],
 )
@@ -125,6 +126,17 @@ def test_a_broken_liger_is_an_error_with_the_repair(
     with pytest.raises(BackendUnavailableError, match=message):
         npu_backend.apply_npu_fsdp_patches(MODEL)
     assert qwen3_objects() == before
+
+
+@pytest.mark.parametrize("installed", ["none", "3.9.0"])
+def test_upstream_triton_is_to_be_removed_only_where_there_is_one(
+    liger_made_of: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch, installed: str
+) -> None:
+    liger_made_of({"liger_kernel/transformers/monkey_patch.py": "import triton.of_no_release"})
+    monkeypatch.setattr(liger, "_version", lambda distribution: installed)
+    with pytest.raises(BackendUnavailableError) as raised:
+        npu_backend.apply_npu_fsdp_patches(MODEL)
+    assert ("pip uninstall -y triton" in str(raised.value)) == (installed != "none")
 
 
 @pytest.mark.case("A18")
@@ -170,10 +182,8 @@ except BackendUnavailableError as error:
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None,
-    reason="liger-kernel or triton is not installed",
-)
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+@interpreted.supported
 def test_liger_that_silently_kept_its_cuda_kernels_is_an_error_with_the_repair_and_changes_nothing() -> None:
     root = str(Path(__file__).parents[2])
     done = subprocess.run(

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interpreted
 import pytest
 
 pytestmark = [
     pytest.mark.timeout(600),  # the scenarios take 55 s of one core, and run in the first test's setup
-    pytest.mark.skipif(
-        importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None,
-        reason="liger-kernel or triton is not installed",
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"),
+    interpreted.supported,
 ]
 
 MODELING = "transformers.models.{0}.modeling_{0}:"

@@ -43,7 +43,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps)
 def test_everything_or_nothing(sequence):
     library = build()
