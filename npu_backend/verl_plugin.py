@@ -10,12 +10,14 @@ verl logs a plugin's failure at DEBUG only, so this module never raises at impor
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from npu_backend import config, log
-from npu_backend.errors import NPUBackendError
+from npu_backend import config, families, log
+from npu_backend.errors import HeadInputError, NPUBackendError
 from npu_backend.post_import import when_imported
 
 _hooked: list[str] = []
@@ -24,16 +26,22 @@ _announced = False
 
 
 def _replace(module: ModuleType, name: str, build: Callable[[Any], Any]) -> None:
-    """Rebind `module.name` to `build(original)`, or note that this verl has no such thing."""
+    """Rebind `module.name` or `module.Class.name` to `build(original)`, or note that this verl has no such thing."""
     where = f"{module.__name__}.{name}"
-    original = vars(module).get(name)
+    class_name, _, attribute = name.rpartition(".")
+    owner = vars(module).get(class_name) if class_name else module
+    original = getattr(owner, attribute, None)
     if original is None:
-        _missing.append(where)
-        log.warn_rank0(f"npu-backend: this verl has no {where}; it stays as it is")
+        _note_missing(where)
         return
-    setattr(module, name, build(original))
+    setattr(owner, attribute, build(original))
     _hooked.append(where)
     log.logger.debug("npu-backend: hooked %s", where)
+
+
+def _note_missing(where: str) -> None:
+    _missing.append(where)
+    log.warn_rank0(f"npu-backend: this verl has no {where}; it stays as it is")
 
 
 def _engine_setup(original: Callable[..., None]) -> Callable[..., None]:
@@ -82,11 +90,51 @@ def _linear_cross_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
     return linear_cross_entropy
 
 
+def _train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An engine's update: its metrics say how many inputs our operators and the head handed back in it."""
+
+    @functools.wraps(original)
+    def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from npu_backend.operators import counters
+
+        before = counters.totals()
+        output = original(self, *args, **kwargs)
+        now = counters.totals()
+        if "metrics" in output:  # the same names on every rank: verl gathers them over the ranks
+            output["metrics"] |= {f"npu_backend/fallbacks/{op}": now[op] - before[op] for op in families.OPERATORS}
+        return output
+
+    return train_batch
+
+
+def _model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What an engine takes from the model's output. Other outputs than log-probs and entropy need the logits: verl
+    itself refuses `calculate_sum_pi_squared` with the fused head by name, and forgets this one.
+    """
+
+    @functools.wraps(original)
+    def prepare_model_outputs(
+        self: Any, output: Any, output_args: Any, micro_batch: Any, *rest: Any, **more: Any
+    ) -> Any:
+        found = original(self, output, output_args, micro_batch, *rest, **more)
+        asked = [micro_batch.get(name, False) for name in ("use_fused_kernels", "distillation_use_topk")]
+        if all(getattr(flag, "data", flag) for flag in asked) and "distillation_losses" not in found:
+            raise HeadInputError(
+                "distillation over the top k logits (distillation_use_topk) is not supported with "
+                "use_fused_kernels=True: the fused head keeps no logits. Set use_fused_kernels=False"
+            )
+        return found
+
+    return prepare_model_outputs
+
+
 _HOOKS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "verl.workers.engine.fsdp.utils": {"apply_npu_fsdp_patches": _engine_setup},
     "verl.utils.experimental.torch_functional": {"FusedLinearForPPO": _fused_linear},
     "verl.models.transformers.monkey_patch": {"patch_forward_with_backends": _forward_with_backends},
     "verl.utils.kernel.linear_cross_entropy": {"linear_cross_entropy": _linear_cross_entropy},
+    "verl.workers.engine.base": {"BaseEngine.train_batch": _train_batch},
+    "verl.workers.engine.fsdp.transformer_impl": {"FSDPEngineWithLMHead.prepare_model_outputs": _model_outputs},
 }
 
 
@@ -95,8 +143,9 @@ def _announce() -> None:
     global _announced
     if not _announced:
         _announced = True
+        log.show(config.read_environment().log)
         every = [f"{module}.{name}" for module, names in _HOOKS.items() for name in names]
-        waiting = [name for name in every if name not in (*_hooked, *_missing)]
+        waiting = [name for name in every if name not in _hooked and not name.startswith(tuple(_missing))]
         parts = {"hooked": _hooked, "on import": waiting, "absent from this verl": _missing}
         log.info_rank0("npu-backend in verl: " + "; ".join(f"{k} {', '.join(v)}" for k, v in parts.items() if v))
 
@@ -111,7 +160,9 @@ def _on_import(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> No
 
 def _load() -> None:
     try:
-        disabled = config.read_environment().disable
+        environment = config.read_environment()
+        log.show(environment.log)
+        disabled = environment.disable
     except NPUBackendError as error:  # said now, raised by the first call that needs the configuration
         log.logger.warning("npu-backend: %s", error)
         disabled = False
@@ -119,7 +170,21 @@ def _load() -> None:
         log.warn_once("verl_plugin.disabled", "npu-backend: NPU_BACKEND_DISABLE=1, verl stays as it is")
         return
     for name, names in _HOOKS.items():
-        when_imported(name, functools.partial(_on_import, names=names))
+        if _has_module(name):
+            when_imported(name, functools.partial(_on_import, names=names))
+        else:
+            _note_missing(name)
+    log.info_rank0("npu-backend: the plugin is loaded into verl; it hooks each part when verl imports that")
+
+
+def _has_module(name: str) -> bool:
+    """Whether the verl that is being imported has this module, by its files: nothing is imported for the answer."""
+    package, *path = name.split(".")
+    roots = getattr(sys.modules.get(package), "__path__", None)
+    if roots is None:  # this module was imported by itself, before verl
+        return True
+    places = [Path(root, *path) for root in roots]
+    return any(place.with_suffix(".py").exists() or (place / "__init__.py").exists() for place in places)
 
 
 _load()

@@ -20,10 +20,10 @@ def package(tmp_path, monkeypatch):
     (folder / "part.py").write_text("VALUE = 1\ndef f():\n    return VALUE\n")
     (folder / "broken.py").write_text("raise ValueError('half imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_FINDER, "callbacks", {})
     yield
     for name in [n for n in sys.modules if n.startswith("pi_demo")]:
         del sys.modules[name]
-    _FINDER.callbacks.clear()
 
 
 def test_a_callback_waits_for_the_import_and_runs_once(package):
