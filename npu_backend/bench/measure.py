@@ -76,8 +76,9 @@ class Result:
 class Bench:
     """Inputs of one case on a device, and what is measured with them."""
 
-    def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
-        self.case, self.device = case, device
+    def __init__(self, case: Case, device: torch.device, seed: int = 0, free_gib: float | None = None) -> None:
+        """`free_gib`: only so much device memory is free while times are taken, None for all there is."""
+        self.case, self.device, self.free_gib = case, device, free_gib
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -111,8 +112,15 @@ class Bench:
         """Measure all heads in all modes; one that fails is left out with its reason."""
         result = Result({**asdict(self.case), "dtype": str(self.case.dtype), "silent_rows": self.silent_rows}, {})
         self._errors(heads, error_rows, result)
-        peaks: dict[tuple[str, str], float] = {}
         usable = [head for head in heads if head.name not in result.failures]
+        if self.free_gib is not None:  # then the memory that the GEMMs' rate takes belongs to the heads
+            self._time("train", [], rounds, {}, result)
+        with only_free(self.device, self.free_gib):
+            self._peaks_and_times(usable, rounds, result)
+        return result
+
+    def _peaks_and_times(self, usable: list[Contestant], rounds: int, result: Result) -> None:
+        peaks: dict[tuple[str, str], float] = {}
         for head in list(usable):
             try:
                 for mode, step in self.modes(head).items():
@@ -124,20 +132,20 @@ class Bench:
                 self._clean()
         for mode in ("no_grad", "train", "train_silent"):
             self._time(mode, usable, rounds, peaks, result)
-        return result
 
     def _time(
         self, mode: str, heads: list[Contestant], rounds: int, peaks: dict[tuple[str, str], float], result: Result
     ) -> None:
         steps = {head.name: self.modes(head)[mode] for head in heads}
-        gemms = self._gemms(backward=mode == "train") if mode != "train_silent" else {}
+        measures_gemms = mode != "train_silent" and (self.free_gib is None or not heads)
+        gemms = self._gemms(backward=mode == "train") if measures_gemms else {}
         samples: dict[str, list[float]] = {name: [] for name in (*gemms, *steps)}
         order = random.Random(0)
         for round_ in range(WARM_UPS + rounds):
             # A new order each round: what runs after a hot neighbour runs at a lower clock.
             turns = [*steps, "gemms"] if gemms else [*steps]
             for name in order.sample(turns, len(turns)):
-                elapsed = self._elapsed_ms(*(gemms.values() if name == "gemms" else (steps[name],)))
+                elapsed = elapsed_ms(self.device, *(gemms.values() if name == "gemms" else (steps[name],)))
                 if round_ >= WARM_UPS:
                     for key, ms in zip(gemms if name == "gemms" else (name,), elapsed):
                         samples[key].append(ms)
@@ -207,28 +215,6 @@ class Bench:
                 result.failures[name] = f"{type(error).__name__}: {error}"[:300]
             self._clean()
 
-    def _elapsed_ms(self, *steps: Callable[[], None]) -> list[float]:
-        """How long each of some steps takes, one right after the other."""
-        if self.device.type != "cuda":
-            times = [self._now()]
-            for step in steps:
-                step()
-                times.append(self._now())
-            return [(end - start) * 1e3 for start, end in itertools.pairwise(times)]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
-        torch.cuda.synchronize()
-        events[0].record()
-        for step, event in zip(steps, events[1:]):
-            step()
-            event.record()
-        torch.cuda.synchronize()
-        return [float(start.elapsed_time(end)) for start, end in itertools.pairwise(events)]
-
-    def _now(self) -> float:
-        if self.device.type == "npu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
     def _peak_gib(self, step: Callable[[], None]) -> float:
         """Peak memory of a step above what lay there before it: inputs and upstream gradients."""
         if self.device.type != "cuda":
@@ -245,6 +231,30 @@ class Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def elapsed_ms(device: torch.device, *steps: Callable[[], object]) -> list[float]:
+    """How long each of some steps takes, one right after the other."""
+    if device.type != "cuda":
+        times = [_now(device)]
+        for step in steps:
+            step()
+            times.append(_now(device))
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(times)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for step, event in zip(steps, events[1:]):
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [float(start.elapsed_time(end)) for start, end in itertools.pairwise(events)]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "npu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 @contextmanager

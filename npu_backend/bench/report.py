@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +45,21 @@ def describe(device: torch.device, label: str, heads: list[Contestant], absent: 
 
 
 def document(about: dict[str, Any], results: list[Result]) -> dict[str, Any]:
-    """Everything, as JSON can hold it: what was not measured is null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, float):
-            return round(value, 10) if math.isfinite(value) else None
-        if isinstance(value, dict):
-            return {key: finite(item) for key, item in value.items()}
-        return [finite(item) for item in value] if isinstance(value, list) else value
-
+    """Everything, as JSON can hold it."""
     return dict(finite({**about, "results": [result.to_dict() for result in results]}))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A document that `bench --output` wrote.
+def finite(value: Any) -> Any:
+    """The value with None where a number was not measured: JSON has no NaN."""
+    if isinstance(value, float):
+        return round(value, 10) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value
+
+
+def read(path: Path, show: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+    """A document that `bench --output` wrote and `show` can turn into text.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or holds something else.
@@ -67,7 +69,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"bench --read {path}: cannot be read as JSON: {error}") from error
     try:
-        to_text(found)
+        show(found)
         known = bool(found["results"])
     except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
         known = False
@@ -78,7 +80,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def to_text(found: dict[str, Any]) -> str:
     """A document as tables in Markdown."""
-    lines = [f"{found['device']}; torch {found['torch']}, triton {found['triton']}, Python {found['python']}", ""]
+    lines = [host_line(found), ""]
     for name, facts in found["contestants"].items():
         lines.append(f"* {name}: {facts['version']}" + (f"; {facts['note']}" if facts["note"] else ""))
     lines += [f"* not here: {reason}" for reason in found["absent"]]
@@ -87,10 +89,16 @@ def to_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def host_line(found: dict[str, Any]) -> str:
+    """Where a document was measured, in one line."""
+    triton = f"triton {found['triton']}" if found["triton"] else "no triton"
+    return f"{found['device']}; torch {found['torch']}, {triton}, Python {found['python']}"
+
+
 def _shape(result: dict[str, Any]) -> list[str]:
     case = result["case"]
     one = 2 * case["rows"] * case["hidden"] * case["vocab"]
-    rates = ", ".join(f"{name} {ms:.2f} ms ({one / ms / 1e9:.0f} TFLOPS)" for name, ms in result["gemm_ms"].items())
+    rates = ", ".join(f"{name} {ms:.2f} ms ({_rate(one / ms / 1e9)} TFLOPS)" for name, ms in result["gemm_ms"].items())
     lines = [f"## N={case['rows']} H={case['hidden']} V={case['vocab']} {case['dtype']}", "", f"GEMMs: {rates}"]
     for mode, title in _MODES.items():
         timings = [timing for timing in result["timings"] if timing["mode"] == mode]
@@ -98,8 +106,9 @@ def _shape(result: dict[str, Any]) -> list[str]:
         lines += ["", f"### {title}", "", "| head | ms (fastest - slowest) | TFLOPS | share of floor | peak+ GiB |"]
         lines.append("|---|---|---|---|---|")
         lines += [
-            f"| {t['contestant']} | {t['ms']:.2f} ({t['fastest_ms']:.2f} - {t['slowest_ms']:.2f}) | {t['tflops']:.0f} "
-            f"| {t['share']:.0%} | {'-' if t['peak_gib'] is None else format(t['peak_gib'], '.2f')} |"
+            f"| {t['contestant']} | {t['ms']:.2f} ({t['fastest_ms']:.2f} - {t['slowest_ms']:.2f}) "
+            f"| {_rate(t['tflops'])} | {_share(t['share'])} "
+            f"| {'-' if t['peak_gib'] is None else format(t['peak_gib'], '.2f')} |"
             for t in timings
         ]
     lines += ["", f"### relative error to float64, first {result['error_rows']} rows", ""]
@@ -108,6 +117,16 @@ def _shape(result: dict[str, Any]) -> list[str]:
         cells = ["-" if value is None else f"{value:.1e}" for value in errors.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines + [f"* {name} failed: {reason}" for name, reason in result["failures"].items()]
+
+
+def _rate(tflops: float) -> str:
+    """Two digits at least, however slow the device."""
+    return f"{tflops:.0f}" if tflops >= 10 else f"{tflops:.2g}"
+
+
+def _share(share: float) -> str:
+    """Nothing where a head seems to beat its own GEMMs by more than noise: the shape is too small to be timed."""
+    return f"{share:.0%}" if share < 1.1 else "-"
 
 
 def check_plot() -> None:
