@@ -7,13 +7,17 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from npu_backend import families
-from npu_backend.errors import ConfigError
+from npu_backend.errors import ConfigError, did_you_mean
 
 IMPL_BACKENDS = ("torch", "triton", "liger", "auto")
 DEVICE_TYPES = ("npu", "cuda", "cpu")
+_KEYS = ("use_liger", "use_fused_kernels", "fused_kernel_options", "hf_config")
+_NOT_MEANT = ("tf_config",)  # verl's Megatron configuration is but a letter away from hf_config
+_PREFIX = "NPU_BACKEND_"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -47,12 +51,17 @@ class Environment:
     log: str | None = None
 
 
+def cache_folder() -> Path:
+    """For what this package builds and measures: `$XDG_CACHE_HOME/npu-backend`, else `~/.cache/npu-backend`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "npu-backend"
+
+
 def read_config(model_config: Any = None) -> BackendConfig:
     """Read the keys that concern us from `None`, a mapping, an OmegaConf node, verl's frozen config, or an object.
 
     Raises:
-        ConfigError: a boolean that is neither true nor false, `fused_kernel_options` that is not a mapping, or an
-            `impl_backend` that does not exist.
+        ConfigError: a boolean that is neither true nor false, `fused_kernel_options` that is not a mapping, an
+            `impl_backend` that does not exist, or a key that is nearly one of ours.
     """
     if isinstance(model_config, (str, bytes, int, float, list, tuple, set)):
         raise ConfigError(f"model_config must be None, a mapping or an object with attributes, got {model_config!r}")
@@ -65,6 +74,8 @@ def read_config(model_config: Any = None) -> BackendConfig:
             f"model_config.fused_kernel_options must be a mapping such as {{'impl_backend': 'torch'}}, "
             f"got {type(options).__name__} {options!r}"
         )
+    _check_keys(model_config, _KEYS, "model_config")
+    _check_keys(options, ("impl_backend",), "model_config.fused_kernel_options")
     named = _get(options, "impl_backend")
     hf_config = _get(model_config, "hf_config")
     model_types = model_types_of(hf_config)
@@ -80,6 +91,15 @@ def read_config(model_config: Any = None) -> BackendConfig:
     )
 
 
+def _check_keys(source: Any, ours: tuple[str, ...], where: str) -> None:
+    """Refuse what is nearly one of our keys: it would pass for somebody else's and change nothing, silently."""
+    foreign = [key for key in source if key not in ours + _NOT_MEANT] if _is_mapping(source) else []
+    for key in foreign:
+        hint = did_you_mean(key, ours, cutoff=0.88)  # use_lgier is 0.89 like use_liger; spmd_backend 0.75 like ours
+        if hint:
+            raise ConfigError(f"{where} has a key {key!r} that means nothing{hint}")
+
+
 def parse_bool(value: Any, where: str) -> bool:
     """A strict boolean: true, false or their string forms; `None` is False. Anything else is a ConfigError."""
     text = "false" if value is None else str(value).strip().lower()
@@ -90,13 +110,18 @@ def parse_bool(value: Any, where: str) -> bool:
 
 def _parse_flag(text: str, where: str) -> bool:
     """A boolean environment variable, which people also write as 1 or 0."""
-    return parse_bool({"1": "true", "0": "false"}.get(text, text), where)
+    if text.lower() not in ("1", "0", "true", "false"):
+        raise ConfigError(f"{where} must be 1 or 0 (also true or false), got {text!r}")
+    return text.lower() in ("1", "true")
 
 
 def parse_backend(value: Any) -> str:
     """The name of an implementation of the PPO head, checked."""
     if value not in IMPL_BACKENDS:
-        raise ConfigError(f"fused_kernel_options.impl_backend={value!r} is not one of {', '.join(IMPL_BACKENDS)}")
+        raise ConfigError(
+            f"fused_kernel_options.impl_backend={value!r} is not one of {', '.join(IMPL_BACKENDS)}"
+            f"{did_you_mean(value, IMPL_BACKENDS)}"
+        )
     return str(value)
 
 
@@ -116,22 +141,25 @@ def model_types_of(hf_config: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def read_environment() -> Environment:
-    """Read and check every NPU_BACKEND_* variable.
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Read and check every NPU_BACKEND_* variable, of this process unless others are given.
 
     Raises:
         ConfigError: an unknown variable, or a value that means nothing; it lists what is known.
     """
-    unknown = sorted(k for k in os.environ if k.startswith("NPU_BACKEND_") and k not in _VARIABLES)
+    environ = os.environ if environ is None else environ
+    unknown = sorted(k for k in environ if k.startswith(_PREFIX) and k not in VARIABLES)
     if unknown:
-        raise ConfigError(f"unknown environment variable {unknown[0]}; known: {', '.join(_VARIABLES)}")
-    return _parse_environment(tuple(os.environ.get(name, "").strip() for name in _VARIABLES))
+        names = [name.removeprefix(_PREFIX) for name in VARIABLES]  # with the prefix they are all alike
+        hint = did_you_mean(unknown[0].removeprefix(_PREFIX), names)
+        raise ConfigError(f"unknown environment variable {unknown[0]}; known: {', '.join(VARIABLES)}{hint}")
+    return _parse_environment(tuple(environ.get(name, "").strip() for name in VARIABLES))
 
 
 @functools.lru_cache(maxsize=8)
 def _parse_environment(texts: tuple[str, ...]) -> Environment:
-    given = {name: text for name, text in zip(_VARIABLES, texts, strict=True) if text}
-    return Environment(**{_VARIABLES[name][0]: _VARIABLES[name][1](text, name) for name, text in given.items()})
+    given = {name: text for name, text in zip(VARIABLES, texts, strict=True) if text}
+    return Environment(**{VARIABLES[name].field: VARIABLES[name].parse(text, name) for name, text in given.items()})
 
 
 def _parse_skip(text: str, where: str) -> tuple[str, ...]:
@@ -139,14 +167,17 @@ def _parse_skip(text: str, where: str) -> tuple[str, ...]:
     for name in names:
         family, _, operator = name.partition(".")
         known = (
-            (family in families.FAMILIES and operator in families.OPERATORS)
+            (families.is_family(family) and operator in families.OPERATORS)
             if operator
-            else (name in families.OPERATORS or name in families.FAMILIES)
+            else (name in families.OPERATORS or families.is_family(name))
         )
         if not known:
+            dotted = (f"{family}.{operator}" for family in families.FAMILIES for operator in families.OPERATORS)
+            hint = did_you_mean(name, [*families.OPERATORS, *families.ALIASES, *families.all_families(), *dotted])
             raise ConfigError(
                 f"{where} names {name!r}, which is neither an operator ({', '.join(families.OPERATORS)}), nor a family "
-                f"({', '.join(families.FAMILIES)}), nor one operator of a family (qwen3.rms_norm)"
+                f"({', '.join(families.FAMILIES)}, or another folder of transformers.models), nor one operator of a "
+                f"family (qwen3.rms_norm){hint}"
             )
     return names
 
@@ -160,7 +191,7 @@ def _canonical(name: str) -> str:
 def _parse_choice(choices: tuple[str, ...], fold: Callable[[str], str]) -> Callable[[str, str], str]:
     def parse(text: str, where: str) -> str:
         if fold(text) not in choices:
-            raise ConfigError(f"{where}={text!r} is not one of {', '.join(choices)}")
+            raise ConfigError(f"{where}={text!r} is not one of {', '.join(choices)}{did_you_mean(text, choices)}")
         return fold(text)
 
     return parse
@@ -184,15 +215,48 @@ def _parse_gib(text: str, where: str) -> float | str:
     return value
 
 
-_VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {
-    "NPU_BACKEND_DISABLE": ("disable", _parse_flag),
-    "NPU_BACKEND_STRICT": ("strict", _parse_flag),
-    "NPU_BACKEND_SKIP": ("skip", _parse_skip),
-    "NPU_BACKEND_DEVICE": ("device", _parse_choice(DEVICE_TYPES, str.lower)),
-    "NPU_BACKEND_VIRTUAL_NPU": ("virtual_npu", _parse_devices),
-    "NPU_BACKEND_LOGITS_CACHE_GIB": ("logits_cache_gib", _parse_gib),
-    "NPU_BACKEND_BATCH_INVARIANT": ("batch_invariant", _parse_flag),
-    "NPU_BACKEND_LOG": ("log", _parse_choice(LOG_LEVELS, str.upper)),
+class Variable(NamedTuple):
+    """An environment variable: which field of `Environment` it sets, how, to which values, and what that means."""
+
+    field: str
+    parse: Callable[[str, str], Any]
+    values: str
+    meaning: str
+
+
+VARIABLES = {
+    "NPU_BACKEND_DISABLE": Variable("disable", _parse_flag, "1, 0", "nothing is patched and verl stays as it is"),
+    "NPU_BACKEND_STRICT": Variable(
+        "strict",
+        _parse_flag,
+        "1, 0",
+        "every fallback (a backend, an operator's input, a set with nothing for the model) is an error; "
+        "NPU_BACKEND_DEVICE=npu makes a missing NPU one",
+    ),
+    "NPU_BACKEND_SKIP": Variable(
+        "skip",
+        _parse_skip,
+        "rope,qwen3_moe,qwen3.rms_norm",
+        "operators, families, or operators of a family to leave alone",
+    ),
+    "NPU_BACKEND_DEVICE": Variable(
+        "device",
+        _parse_choice(DEVICE_TYPES, str.lower),
+        ", ".join(DEVICE_TYPES),
+        "the device to decide for; an error where it is not there. Not set: npu, else cuda, else cpu",
+    ),
+    "NPU_BACKEND_VIRTUAL_NPU": Variable(
+        "virtual_npu", _parse_devices, "1 to 64", "virtual devices; `npu-backend run --virtual-npu` sets it"
+    ),
+    "NPU_BACKEND_LOGITS_CACHE_GIB": Variable(
+        "logits_cache_gib", _parse_gib, "a number, auto", "GiB of logits that the PPO head may keep for backward"
+    ),
+    "NPU_BACKEND_BATCH_INVARIANT": Variable(
+        "batch_invariant", _parse_flag, "1, 0", "backend `torch`: a row's result does not depend on the batch around it"
+    ),
+    "NPU_BACKEND_LOG": Variable(
+        "log", _parse_choice(LOG_LEVELS, str.upper), ", ".join(LOG_LEVELS), "how much is logged"
+    ),
 }
 
 

@@ -46,7 +46,7 @@ def detect() -> Device:
     if asked == "npu":
         raise BackendUnavailableError(
             f"NPU_BACKEND_DEVICE=npu, but no NPU can be used: {npu.reason}. Install the torch_npu that matches this "
-            "torch and mount the driver, or unset NPU_BACKEND_DEVICE"
+            "torch and mount the driver (`npu-backend doctor` says what is wrong), or unset NPU_BACKEND_DEVICE"
         )
     cuda = _cuda()
     if cuda.type == "cuda":
@@ -87,6 +87,8 @@ def _npu() -> Device:
 
 def _cuda() -> Device:
     """CUDA, unless a shim only pretends: transfer_to_npu makes torch.cuda.is_available() true on an Ascend host."""
+    if importlib.util.find_spec("torch") is None:
+        return Device("cpu", "torch is not installed")
     import torch
 
     if not torch.cuda.is_available():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
+from pathlib import Path
 
 import pytest
 
 from npu_backend import families
 from npu_backend.config import model_types_of, parse_bool, read_config, read_environment
-from npu_backend.errors import ConfigError
+from npu_backend.errors import ConfigError, did_you_mean
 
 
 class Frozen:
@@ -20,6 +22,16 @@ class Frozen:
 
     def get(self, key: str, default: object = None) -> object:
         return self._values.get(key, default)
+
+
+class KeyedFrozen(Frozen):
+    """The same with the other methods of a mapping, as verl's own has them."""
+
+    def keys(self):
+        return self._values.keys()
+
+    def __iter__(self):
+        return iter(self._values)
 
 
 @dataclasses.dataclass
@@ -94,6 +106,54 @@ def test_an_unknown_backend_lists_the_known_ones(name):
         read_config({"fused_kernel_options": {"impl_backend": name}})
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("use_lieger", "use_liger"),
+        ("use_lgier", "use_liger"),
+        ("Use_Liger", "use_liger"),
+        ("use-liger", "use_liger"),
+        ("use_fused_kernel", "use_fused_kernels"),
+        ("fused_kernels_options", "fused_kernel_options"),
+        ("hf_confg", "hf_config"),
+    ],
+)
+def test_a_key_that_is_nearly_ours_would_change_nothing_silently(key, meant):
+    for carrier in ({key: True}, KeyedFrozen(**{key: True})):
+        with pytest.raises(ConfigError, match=rf"^model_config has a key '{key}' .*did you mean '{meant}'"):
+            read_config(carrier)
+
+
+def test_the_keys_of_fused_kernel_options_are_checked_too():
+    with pytest.raises(ConfigError, match=r"fused_kernel_options has a key 'impl_backed' .*'impl_backend'"):
+        read_config({"fused_kernel_options": {"impl_backed": "triton"}})
+    omegaconf = pytest.importorskip("omegaconf")
+    with pytest.raises(ConfigError, match="did you mean 'use_liger'"):
+        read_config(omegaconf.OmegaConf.create({"use_ligr": True}))
+
+
+def test_keys_of_others_pass():
+    others = {"backend": 1, "config": 1, "tf_config": 1, "hf_config_path": 1, "use_remove_padding": 1, 7: 1, None: 1}
+    assert read_config({**others, "use_liger": True, "fused_kernel_options": others}).use_liger
+
+
+def test_no_key_of_verl_is_taken_for_ours():
+    verl_s = pytest.importorskip("verl.workers.config.model")
+    keys = {field.name: None for field in dataclasses.fields(verl_s.HFModelConfig)}
+    assert {"use_liger", "use_fused_kernels", "use_remove_padding", "lora_rank"} <= set(keys)
+    assert read_config(keys) == read_config(None)
+
+
+def test_no_key_in_the_files_of_verl_is_taken_for_ours():
+    folder = Path(pytest.importorskip("verl.trainer").__file__).parent / "config"  # `verl` alone finds tests/verl
+    keys = {key for file in folder.rglob("*.yaml") for key in re.findall(r"^ *(\w+):", file.read_text(), re.MULTILINE)}
+    assert len(keys) > 300
+    ours = {"use_liger", "use_fused_kernels", "fused_kernel_options", "hf_config", "impl_backend"}
+    assert ours & keys
+    foreign = dict.fromkeys(keys - ours)
+    assert read_config({**foreign, "fused_kernel_options": foreign}) == read_config(None)
+
+
 def test_model_types_come_from_sub_configs_too():
     text = types.SimpleNamespace(model_type="qwen2")
     vlm = types.SimpleNamespace(model_type="llava", text_config=text, vision_config={"model_type": "clip"}, size=3)
@@ -124,7 +184,7 @@ def test_the_environment(monkeypatch):
     ("name", "value", "message"),
     [
         ("NPU_BACKEND_STRIKT", "1", "NPU_BACKEND_STRICT"),
-        ("NPU_BACKEND_STRICT", "perhaps", "true or false"),
+        ("NPU_BACKEND_STRICT", "yes", r"must be 1 or 0 .*, got 'yes'"),
         ("NPU_BACKEND_SKIP", "ropes", "rotary"),
         ("NPU_BACKEND_SKIP", "qwen3.ropes", "rotary"),
         ("NPU_BACKEND_SKIP", "qwen9.rotary", "qwen3"),
@@ -139,4 +199,34 @@ def test_the_environment(monkeypatch):
 def test_a_bad_variable_lists_what_is_known(monkeypatch, name, value, message):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
+        read_environment()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("NPU_BACKEND_STRIKT", "1", "STRICT"),
+        ("NPU_BACKEND_SKIP", "rmsnorm", "rms_norm"),
+        ("NPU_BACKEND_SKIP", "RoPE", "rope"),
+        ("NPU_BACKEND_SKIP", "Qwen3", "qwen3"),
+        ("NPU_BACKEND_SKIP", "qwen3.rmsnorm", "qwen3.rms_norm"),
+        ("NPU_BACKEND_DEVICE", "cudaa", "cuda"),
+        ("NPU_BACKEND_LOG", "warn", "WARNING"),
+    ],
+)
+def test_a_near_miss_in_a_variable_is_told(monkeypatch, name, value, meant):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"; did you mean '{meant}'\?$"):
+        read_environment()
+
+
+def test_a_near_miss_of_a_backend_is_told():
+    with pytest.raises(ConfigError, match=r"; did you mean 'triton'\?$"):
+        read_config({"fused_kernel_options": {"impl_backend": "tritn"}})
+
+
+def test_what_is_like_nothing_has_no_suggestion(monkeypatch):
+    assert did_you_mean("foo", ["Ascend910B1", "Ascend950PR_959b"]) == did_you_mean(7, ["torch"]) == ""
+    monkeypatch.setenv("NPU_BACKEND_FOO", "1")  # with its prefix it would be like any other variable
+    with pytest.raises(ConfigError, match=r"^unknown environment variable NPU_BACKEND_FOO; known: [A-Z_, ]+$"):
         read_environment()

@@ -7,12 +7,14 @@ the one asked for; the module's docstring is its help text. Exit status: 0 fine,
 from __future__ import annotations
 
 import argparse
+import ast
 import errno
 import importlib
 import os
 import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from npu_backend import __version__
 from npu_backend.errors import BackendUnavailableError, ConfigError, NPUBackendError
@@ -25,6 +27,12 @@ def command_names() -> list[str]:
     return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
 
+def summary(name: str) -> str:
+    """What a command does, in one line: the first of its module's docstring, read without importing the module."""
+    source = Path(__file__).with_name(f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
@@ -32,12 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; `sys.argv[1:]` when None.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="npu-backend", description="Ascend-first hardware backend for RL and LLM training."
-    )
-    parser.add_argument("--version", action="version", version=f"npu-backend {__version__}")
-    parser.add_argument("command", choices=command_names(), help="what to do; `npu-backend COMMAND --help` explains it")
-    name = parser.parse_args(arguments[:1]).command
+    name = _parse_command(arguments[:1])
     module = importlib.import_module(f"npu_backend.cli.{name.replace('-', '_')}")
     command = argparse.ArgumentParser(
         prog=f"npu-backend {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -51,12 +54,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NPUBackendError as error:
         print(f"npu-backend {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, BackendUnavailableError)) else 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(
+            f"npu-backend {name}: this command needs torch, which is not installed. Install the torch that your "
+            "torch_npu names (`npu-backend doctor` lists tested pairs), or any torch for a CPU",
+            file=sys.stderr,
+        )
+        return 2
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS:
             raise
         print(f"npu-backend {name}: the output cannot be written: {error.strerror}", file=sys.stderr)
         _drop_output()
         return 2
+
+
+def _parse_command(first: Sequence[str]) -> str:
+    """The command that the first argument names; help, the version and bad use end the process here."""
+    names = command_names()
+    if first and first[0] in names:
+        return first[0]
+    width = max(map(len, names))
+    lines = "\n".join(f"  {name.ljust(width)}  {summary(name)}" for name in names)
+    parser = argparse.ArgumentParser(
+        prog="npu-backend",
+        usage="%(prog)s [-h] [--version] COMMAND ...",
+        description=f"Ascend-first hardware backend for RL and LLM training.\n\ncommands:\n{lines}",
+        epilog="`npu-backend COMMAND --help` explains a command and its options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"npu-backend {__version__}")
+    parser.add_argument("command", choices=names, metavar="COMMAND", help=argparse.SUPPRESS)
+    if not first:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    return str(parser.parse_args(first).command)
 
 
 def _finish_output() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,9 +58,19 @@ def emit(report: Report, *, as_json: bool) -> None:
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
 
 
+def check_output(option: str, file: Path) -> None:
+    """Find out before long work whether a file can be written.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{option} {file}: no file can be written there; name one in a folder that exists")
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     where = f"--config {path}"
-    content = _read(path, where)
+    content = read_file(path, "--config")
     if "model_type" in content:  # a model's config.json
         return {"hf_config": _hf_config(content, where)}
     part = content.get("actor_rollout_ref", content)  # verl's whole configuration
@@ -72,17 +83,23 @@ def _from_file(path: Path) -> dict[str, Any]:
         config["hf_config"] = _hf_config(given, f"{where}: hf_config")
     elif folder:
         file = Path(str(folder)).expanduser() / "config.json"
-        config["hf_config"] = _hf_config(_read(file, f"{where}: path"), str(file))
+        config["hf_config"] = _hf_config(read_file(file, f"{where}: path"), str(file))
     return config
 
 
-def _read(path: Path, where: str) -> Mapping[str, Any]:
+def read_file(path: Path, where: str) -> Mapping[str, Any]:
+    """The mapping that a YAML or JSON file holds.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
     import yaml
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a date that does not exist
-        raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error  # an OSError's text would name the file once more
+        raise ConfigError(f"{where}: {path} cannot be read: {why}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where}: {path} must hold a mapping, got {type(content).__name__}")
     return content
@@ -92,7 +109,7 @@ def _hf_config(content: Any, where: str) -> Any:
     """A configuration object; only its model type where this transformers lacks a family that we know."""
     from transformers import CONFIG_MAPPING
 
-    from npu_backend.verification.models import config_of
+    from npu_backend.model_configs import config_of
 
     name = content.get("model_type") if isinstance(content, Mapping) else None
     if isinstance(name, str) and name in families.FAMILIES and name not in CONFIG_MAPPING:

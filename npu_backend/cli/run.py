@@ -22,7 +22,7 @@ from npu_backend.virtual_npu import LABEL, counting, launch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `npu-backend run`."""
     parser.add_argument("--virtual-npu", nargs="?", const="1", metavar="N", help="how many virtual devices (default 1)")
-    parser.add_argument("--soc", default=socs.DEFAULT, help=f"the chip they say they are: {', '.join(socs.SOCS)}")
+    parser.add_argument("--soc", default=socs.DEFAULT, help="the chip they say they are (default %(default)s)")
     parser.add_argument(
         "--memory", default=launch.DEFAULT_MEMORY, metavar="SIZE", help="what each device has, e.g. 32GiB"
     )

@@ -146,13 +146,12 @@ class _Job:
         """Every target of the patch set for this model, with the object in it before anything is applied."""
         name = "liger" if self.options.use_liger else "verl_npu"
         patch_set: PatchSet = importlib.import_module(f"npu_backend.patches.{name}").PATCH_SET
-        for patch in patch_set.patches:
-            if patch.family in families_of([self.plain.config.model_type]):
-                try:
-                    slot, _ = resolve(patch.target, patch.aliases)
-                except ImportError:  # a registry that this transformers does not have
-                    continue
-                yield patch.target, slot, slot.get()
+        for patch in patch_set.of(families_of([self.plain.config.model_type])):
+            try:
+                slot, _ = resolve(patch.target, patch.aliases)
+            except ImportError:  # a registry that this transformers does not have
+                continue
+            yield patch.target, slot, slot.get()
 
     def _plan(self) -> None:
         from npu_backend.manager import plan_patches

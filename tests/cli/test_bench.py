@@ -9,6 +9,7 @@ import pytest
 
 from npu_backend import cli
 
+pytest.importorskip("torch")
 SMALL = ["--shape", "8,16,32", "--rounds", "1", "--error-rows", "4", "--only", "torch"]
 
 
@@ -18,6 +19,7 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("this was to be refused before anything is measured")
 
     monkeypatch.setattr("npu_backend.bench.measure.Bench", measured)
+    monkeypatch.setattr("npu_backend.bench.actor_update.run", measured)
 
 
 @pytest.mark.usefixtures("nothing_is_measured")
@@ -36,6 +38,17 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--plot", "missing/found.png"], "--plot missing/found.png"),
         (["--shape", "8,16,32", "--shape", "8,16"], "--shape '8,16'"),
         (["--only", "no such head"], "no such head"),
+        (["--cost", "--only", "no such head"], "no such head"),
+        (["--cost", "--plot", "found.png"], "--cost"),
+        (["--end-to-end", "--cost"], "--end-to-end"),
+        (["--end-to-end", "--shape", "8,16,32"], "--end-to-end"),
+        (["--end-to-end", "--seeds", "0"], "--seeds 0"),
+        (["--end-to-end", "--updates", "-1"], "--updates -1"),
+        (["--end-to-end", "--only", "no such head"], "no such head"),
+        (["--cost", "--read", "found.json"], "--cost"),
+        (["--store", "--cost"], "--store"),
+        (["--store", "--free-gib", "8"], "--store"),
+        (["--store"], "--store"),  # on a CPU `auto` has nothing to choose from
     ],
 )
 def test_an_option_that_means_nothing_is_refused_before_anything_is_measured(
@@ -73,14 +86,15 @@ FOREIGN = {
 
 
 @pytest.mark.usefixtures("nothing_is_measured")
+@pytest.mark.parametrize("kind", [[], ["--end-to-end"]], ids=["head", "update"])
 @pytest.mark.parametrize(("content", "named"), FOREIGN.values(), ids=FOREIGN)
 def test_a_file_that_bench_did_not_write_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | bytes | None, named: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | bytes | None, named: str, kind: list[str]
 ) -> None:
     file = tmp_path / "found.json"
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert cli.main(["bench", "--read", str(file)]) == 2
+    assert cli.main(["bench", *kind, "--read", str(file)]) == 2
     captured = capsys.readouterr()
     assert str(file) in captured.err
     assert named in captured.err
@@ -96,3 +110,12 @@ def test_what_was_measured_can_be_written_and_shown_again(capsys: pytest.Capture
     assert json.loads(file.read_text())["results"]
     assert cli.main(["bench", "--read", str(file)]) == 0
     assert capsys.readouterr().out == measured
+
+
+@pytest.mark.parametrize("arguments", [["--read", "h200_head.json"], ["--end-to-end", "--read", "h200_actor.json"]])
+def test_what_is_committed_can_be_drawn(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(Path(__file__).parents[2] / "docs" / "benchmarks")
+    picture = tmp_path / "times.png"
+    assert cli.main(["bench", *arguments, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_torch_npu
 import pytest
 import transformers
+from torch_free import needs_torch
 
 import npu_backend
 from npu_backend import cli
@@ -68,7 +68,10 @@ def test_plan_says_on_a_cpu_why_nothing_would_be_patched(capsys: pytest.CaptureF
     assert all("cpu" in row["reason"] for row in report["rows"])
 
 
+@needs_torch
 def test_plan_on_an_npu_shows_each_target(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import fake_torch_npu
+
     fake_torch_npu.install(monkeypatch)
     monkeypatch.setattr("npu_backend.device.detect", lambda: Device("npu", "a test", name="Ascend910B1"))
     status, out, _ = run(capsys, "plan", "--model-type", "qwen3")
@@ -182,6 +185,7 @@ def test_an_environment_that_means_nothing_is_bad_use(
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
+@needs_torch
 def test_verify_compares_the_head_where_no_operator_can_be_patched(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "verify", "--model-type", "qwen3", "--dtype", "float32", "--json")
     report = json.loads(out)
@@ -196,6 +200,9 @@ def test_verify_compares_the_head_where_no_operator_can_be_patched(capsys: pytes
     [
         [],
         ["--all", "--model-type", "qwen3"],
+        ["--all", "--model", "folder"],
+        ["--model", "/no/such/folder"],
+        ["--model-type", "qwen3", "--report", "/no/such/folder/report"],
         ["--model-type", "qwen3", "--dtype", "int8"],
         ["--model-type", "qwen3", "--dtype", "float8_e4m3fn"],
         ["--model-type", "qwen3", "--dtype", "nn"],
@@ -209,12 +216,42 @@ def test_verify_of_nothing_or_of_two_things_is_bad_use(
     assert error
 
 
+@needs_torch
+@pytest.mark.parametrize("name", ["verified", "verified.json", "verified.v1.md"])
+def test_verify_writes_its_report_as_json_and_as_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    import tiny_checkpoint
+
+    folder = tiny_checkpoint.write(tmp_path / "checkpoint")
+    status, out, _ = run(capsys, "verify", "--model", str(folder), "--report", str(tmp_path / name), "--json")
+    stem = name.removesuffix(".json").removesuffix(".md")
+    assert status == 0
+    assert json.loads((tmp_path / f"{stem}.json").read_text()) == json.loads(out)
+    page = (tmp_path / f"{stem}.md").read_text()
+    assert page.startswith("# npu-backend verify verl_npu on cpu: ok\n\nVersions: torch ")
+    assert "| ok | ppo_head | LlamaForCausalLM:linear_log_prob | bfloat16 | gradient | " in page
+    assert "`mean`" in page
+
+
+@needs_torch
 def test_a_model_that_transformers_cannot_build_is_bad_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "qwen3", "hidden_act": "nosuch"}')
     status, _, error = run(capsys, "verify", "--config", str(file))
     assert status == 2
     assert "nosuch" in error
+
+
+def test_a_command_that_needs_torch_says_so_and_plan_does_not_need_it() -> None:
+    """By a torch that cannot be imported, so that it is tested where there is one, too."""
+    code = "import sys; sys.modules['torch'] = None; from npu_backend import cli; sys.exit(cli.main(sys.argv[1:]))"
+    verified = subprocess.run([sys.executable, "-c", code, "verify", "--all"], capture_output=True, text=True)
+    assert (verified.returncode, verified.stdout) == (2, "")
+    assert verified.stderr.startswith("npu-backend verify: this command needs torch, which is not installed.")
+    planned = subprocess.run([sys.executable, "-c", code, "plan", "--json"], capture_output=True, text=True)
+    assert planned.returncode == 0, planned.stderr
+    assert all("torch is not installed" in row["reason"] for row in json.loads(planned.stdout)["rows"])
 
 
 # -- output that cannot be written ------------------------------------------------------------------------------------
