@@ -1,16 +1,29 @@
 """What every test starts from: no patch applied, no NPU_BACKEND_* variable set, no network, fixed random numbers.
 
-`pytest --cases` lists at the end which public bug reports (tests/cases/case_log.csv) the tests of this run claim, and
-how they came out.
+`pytest -m cases` runs the tests that claim a public bug report (tests/cases/case_log.csv) and lists every report with
+how its tests came out in this run. `make test` does the same over all its runs: some reports need a virtual NPU, some a
+compiler.
 """
 
 from __future__ import annotations
 
+import csv
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+try:
+    import hypothesis
+except ImportError:  # in the environment of `make test-torch-npu`
+    pass
+else:  # its clocks know nothing of how busy the machine is
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any machine")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _OUTCOMES: dict[str, set[str]] = {}  # case id -> outcomes of the tests that claim it
@@ -35,8 +48,11 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules["npu_backend.log"].forget_warnings()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", action="store_true", help="list the public bug reports that this run covers")
+def pytest_itemcollected(item: pytest.Item) -> None:
+    claimed = [case for marker in item.iter_markers("case") for case in marker.args]
+    if claimed:
+        item.add_marker("cases")
+        item.user_properties += [("case", case) for case in claimed]  # for the XML report
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,7 +66,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.getoption("cases"):
-        terminalreporter.section("public bug reports covered")
-        for case, outcomes in sorted(_OUTCOMES.items()):
-            terminalreporter.write_line(f"{case}  {', '.join(sorted(outcomes))}")
+    if config.getoption("markexpr") == "cases":
+        terminalreporter.section("public bug reports")
+        with (Path(__file__).parent / "cases" / "case_log.csv").open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                outcomes = ", ".join(sorted(_OUTCOMES.get(row["id"], ()))) or "no test in this run"
+                terminalreporter.write_line(f"{row['id']}  {outcomes:24} {row['symptom'][:90]}")

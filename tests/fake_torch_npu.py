@@ -15,13 +15,14 @@ import pytest
 from torch import Tensor
 
 from npu_backend.operators import checks, counters, rotary
-from npu_backend.virtual_npu.references import dense, moe
+from npu_backend.virtual_npu.references import activations, dense, grouped_matmul, moe
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_rms_norm": dense.npu_rms_norm,
     "npu_swiglu": dense.npu_swiglu,
+    "npu_geglu": activations.npu_geglu,
     "npu_rotary_mul": dense.npu_rotary_mul,
-    "npu_grouped_matmul": moe.npu_grouped_matmul,
+    "npu_grouped_matmul": grouped_matmul.npu_grouped_matmul,
     "npu_moe_token_permute": moe.npu_moe_token_permute,
     "npu_moe_token_unpermute": moe.npu_moe_token_unpermute,
 }

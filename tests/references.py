@@ -6,11 +6,14 @@ eager code in that same dtype is off, plus the rounding of the dtype that it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+ALLOWED_NATS = 2e-5  # of log-probs and entropies from given logits, whatever the vocabulary: issue 5's figure
 
 
 def max_error(value: Tensor, reference: Tensor) -> float:
@@ -44,6 +47,48 @@ def assert_close_to(
     assert error <= bound, f"{what}: error to float64 {error:.3e}, allowed {bound:.3e}"
 
 
+def largest_by_kind(results: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest value of each kind among a model's results; a result's kind is the first word of its name."""
+    largest: dict[str, float] = {}
+    for name, value in results.items():
+        kind = name.split()[0]
+        largest[kind] = max(largest.get(kind, 0.0), float(value.abs().max()) if value.numel() else 0.0)
+    return largest
+
+
+def what_differs(got: Mapping[str, Tensor], eager: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> str:
+    """What of a whole float32 model's results is further from float64 than eager's own; "" where nothing is.
+
+    The tolerance is the rule, and one more rounding of the largest exact value of the result's kind in the model: some
+    gradients are zero in exact arithmetic (that of a key's bias, under softmax), and hold nothing but such roundings.
+    """
+    if got.keys() != eager.keys():
+        return f"not on both: {_first_of(got.keys() ^ eager.keys())}"
+    largest = largest_by_kind(exact)
+    worse = [
+        name
+        for name, value in got.items()
+        if max_error(value, exact[name])
+        > error_bound(eager[name], exact[name], torch.float32)
+        + torch.finfo(torch.float32).eps * largest[name.split()[0]]
+    ]
+    return f"further from float64 than eager is: {_first_of(worse)}" if worse else ""
+
+
+def _first_of(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more" if others else first
+
+
+def exactly(model: nn.Module) -> nn.Module:
+    """The model in float64, but for the norms, which transformers computes in float32 whatever it is given."""
+    twin = copy.deepcopy(model).double()
+    for module in twin.modules():
+        if hasattr(getattr(module, "config", None), "_experts_implementation"):
+            module.config._experts_implementation = "eager"  # grouped_mm has no float64
+    return twin
+
+
 @dataclass(frozen=True)
 class HeadCase:
     """Inputs of the PPO head and the upstream gradients of its two outputs (None: that output is not used)."""
@@ -67,6 +112,11 @@ class HeadCase:
             if isinstance(value, Tensor) and value.is_floating_point()
         }
         return replace(self, **cast)
+
+    def on(self, device: str) -> HeadCase:
+        """The same case on another device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
     def options(self) -> dict[str, object]:
         names = ("temperature", "bias", "logit_scale", "softcap", "ignore_index")
@@ -120,6 +170,15 @@ def full_logits_head(case: HeadCase) -> tuple[Tensor, Tensor]:
     log_probs = log_p.gather(-1, case.labels.masked_fill(ignored, 0)[..., None])[..., 0]
     terms = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p.clamp(min=-1e30))
     return log_probs.masked_fill(ignored, 0.0), -terms.sum(-1).masked_fill(ignored, 0.0)
+
+
+def assert_within_nats(case: HeadCase, log_probs: Tensor, entropy: Tensor) -> None:
+    """Fail if a head that keeps its logits in float32 is off by more than `ALLOWED_NATS`.
+
+    In float32 the products of narrow operands are exact, so no rounding of the operands' dtype is in its results.
+    """
+    for value, reference in zip((log_probs, entropy), full_logits_head(case.to(torch.float64)), strict=True):
+        assert max_error(value, reference) <= ALLOWED_NATS
 
 
 def run_head(case: HeadCase, head: Callable[[HeadCase], tuple[Tensor, Tensor | None]]) -> dict[str, Tensor]:

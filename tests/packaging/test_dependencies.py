@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from torch_free import needs_torch
 
 # What a host brings with its driver and images: never asked for by name, or only with a lower bound (torch).
 OF_THE_HOST = ("torch", "torch-npu", "torchvision", "torchaudio", "triton", "triton-ascend", "liger-kernel", "vllm")
@@ -43,6 +46,7 @@ def test_wheel_asks_for_nothing_that_could_move_the_host(archives) -> None:
         assert requirement.name == "torch" or requirement.name not in OF_THE_HOST
 
 
+@needs_torch
 @pytest.mark.case("C06", "E02")
 @pytest.mark.parametrize("extra", ["", "[demo]"])
 def test_install_beside_a_host_brings_this_package_alone(archives, extra) -> None:
@@ -52,7 +56,7 @@ def test_install_beside_a_host_brings_this_package_alone(archives, extra) -> Non
 
 @pytest.mark.slow
 @pytest.mark.case("E02")
-@pytest.mark.parametrize("extra", ["plot"])
+@pytest.mark.parametrize("extra", ["completion", "plot"])
 def test_extra_resolved_from_the_registry_moves_nothing(archives, extra) -> None:
     assert not would_install(f"{archives.wheel}[{extra}]").intersection(OF_THE_HOST)
 
@@ -63,3 +67,21 @@ def test_install_into_an_empty_environment_needs_no_extra_index(archives) -> Non
     found = would_install(str(archives.wheel), "--ignore-installed", PIP_EXTRA_INDEX_URL="")
     assert {"npu-backend", "torch", "transformers"} <= found
     assert not found & {"torch-npu", "triton-ascend", "liger-kernel"}
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+def test_no_pin_is_for_other_pythons_than_it_says(checkout, python) -> None:
+    """As far as the pinned releases are installed here; one that a Python cannot have ends `make test` there."""
+    checked = 0
+    for line in (checkout / "requirements" / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        pin = Requirement(line) if not line.startswith("#") else None
+        if pin is None or (pin.marker and not pin.marker.evaluate({"python_version": python})):
+            continue
+        try:
+            metadata = importlib.metadata.metadata(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if pin.specifier.contains(metadata["Version"], prereleases=True):
+            checked += 1
+            assert SpecifierSet(metadata.get("Requires-Python") or "").contains(f"{python}.0"), line
+    assert checked > 50
