@@ -18,7 +18,7 @@ DEMO_ARGS ?=
 OTHER_VERL := 0.9.0 0.8.0 0.7.1
 
 # what `make test-system` needs of Debian
-DEBIAN_TOOLS := buildah chromium debootstrap fonts-noto-cjk
+DEBIAN_TOOLS := buildah chromium debootstrap fish fonts-noto-cjk zsh
 
 # python3 -m venv, pip install; $@ is the stamp .venv*/.ready
 new_venv = set -e; python=$$(sh .ci/find-python $(PYTHON)); echo "making $(@D); this takes minutes"; "$$python" -m venv --clear $(@D)
@@ -26,7 +26,7 @@ pip_install = $(@D)/bin/python -m pip install --quiet --disable-pip-version-chec
 add_missing = $(@D)/bin/python .ci/add_missing.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dist docs test test-all test-other test-torch-npu test-system test-system-all lint format clean fetch-torch-npu fetch-toolchain
+.PHONY: help demo dist docs test test-all test-other test-torch-npu test-system lint format clean fetch-torch-npu fetch-toolchain
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -64,15 +64,12 @@ test-torch-npu:  ## the virtual NPU on another release: make test-torch-npu TORC
 		tests/virtual_npu/test_npu_*.py tests/virtual_npu/test_runtime*.py tests/virtual_npu/test_optimizers.py tests/virtual_npu/test_distributed.py
 
 # In continuous integration on Debian as root the tools are installed; elsewhere a test without its tools is "not run".
-test-system: NOT_SLOW := -m "not slow"
-test-system: test-system-all  ## tests that need root or Debian's tools: the site in a browser
-
-test-system-all: .venv/.installed .venv-docs/.ready  ## the same, and an image built for real
-	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v buildah && command -v chromium; } >/dev/null; then \
+test-system: .venv/.installed .venv-docs/.ready  ## tests that need root or Debian's tools: an image built for real, the site in a browser, other shells
+	@if [ -n "$$CI" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(DEBIAN_TOOLS) >/dev/null \
 			|| echo "test-system: Debian's packages $(DEBIAN_TOOLS) cannot be had"; \
 	fi
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q tests/system $(NOT_SLOW)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -rs --durations=5 tests/system tests/cli/test_completion.py
 
 # The bill of materials is that of an environment with the wheel, what it asks for in tested releases, and no pip.
 dist: .venv-release/.ready  ## a release: wheel and sdist in dist/; build/sbom.cdx.json, what the wheel brings along

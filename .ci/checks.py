@@ -35,6 +35,7 @@ CASES = Path("tests/cases/case_log.csv")
 MAIN, TRANSFORMERS4, DOCS = ".venv/bin/python", ".venv-tf4/bin/python", ".venv-docs/bin/python"
 AT_ONCE = 2  # steps that run side by side, each on one core
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # the tests' models are too small to share among cores
+SEED = os.environ.get("TEST_SEED", "1")  # of the tests and of what they draw: a verdict can be had again
 PRINTING = threading.Lock()
 RUNS_OF_THEIR_OWN = ("virtual_npu", "npu", "packaging", "compile_check", "emulator", "system")
 APART = tuple(f"--ignore=tests/{name}" for name in RUNS_OF_THEIR_OWN)
@@ -124,8 +125,8 @@ def pytest_step(name: str, python: str, *arguments: str, virtual: bool = False, 
     """A pytest run, of the slow tests or of all others."""
     report = REPORTS / f"{name.replace(' ', '-')}.xml"
     launch = [python, "-m", "npu_backend", "run", "--virtual-npu=2", "--"] if virtual else []
-    selected = ["-m", "slow" if slow else "not slow"]
-    return Step(name, [*launch, python, "-m", "pytest", *arguments, *selected, f"--junitxml={report}"], report)
+    options = ["-m", "slow" if slow else "not slow", f"--randomly-seed={SEED}", f"--junitxml={report}"]
+    return Step(name, [*launch, python, "-m", "pytest", *arguments, *options], report)
 
 
 def test_steps(*, slow: bool) -> list[Step]:

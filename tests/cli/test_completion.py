@@ -1,6 +1,6 @@
 """Completion as the shells do it: the printed script is sourced, and what the shell then offers is read back.
 
-bash is on every machine that runs the tests; zsh and fish are asked only where they are installed.
+bash is on every machine that runs the tests; zsh and fish are asked where they are installed, as by `make test-system`.
 """
 
 from __future__ import annotations

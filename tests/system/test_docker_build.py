@@ -32,7 +32,6 @@ export LD_LIBRARY_PATH={toolkit}/lib64${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}
 """
 SMOKE = ("import torch_npu ", "import verl ", "operators planned for")
 pytestmark = [
-    pytest.mark.slow,  # gigabytes are fetched, installed and copied: make test-system-all
     pytest.mark.timeout(2400),
     pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="not run: row stand-in is for Python 3.11"),
     pytest.mark.skipif(platform.system() != "Linux", reason="not run: torch_npu has no wheel for this system"),
