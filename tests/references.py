@@ -89,6 +89,18 @@ def exactly(model: nn.Module) -> nn.Module:
     return twin
 
 
+def nudged(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with each weight off by at most one rounding to `dtype`: how far that moves a result is what rounding
+    can do to it. Where few values are compared, the error that eager happens to make may be far below that.
+    """
+    twin, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            noise = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.mul_(1 + torch.finfo(dtype).eps * (2 * noise - 1))
+    return twin
+
+
 @dataclass(frozen=True)
 class HeadCase:
     """Inputs of the PPO head and the upstream gradients of its two outputs (None: that output is not used)."""

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "sp": 1,  # ranks that share one sequence (Ulysses)
     "fused": True,  # use_fused_kernels
     "impl_backend": "torch",
+    "dtype": "fp32",  # of the parameters in forward and backward, as verl spells it
     "use_liger": False,
     "steps": 2,
     "after": True,  # score the batch once more after the steps
@@ -50,7 +51,8 @@ def set_up(how: str, runs: list[dict[str, Any]]) -> None:
         os.environ["NPU_BACKEND_DISABLE"] = "1"
     elif how == "plugin":
         os.environ["VERL_USE_EXTERNAL_MODULES"] = "npu_backend.verl_plugin"
-    if any(run.get("use_liger") or run.get("impl_backend") in ("liger", "triton") for run in runs):
+    on_npu = "NPU_BACKEND_VIRTUAL_NPU" in os.environ
+    if on_npu and any(run.get("use_liger") or run.get("impl_backend") in ("liger", "triton") for run in runs):
         from npu_backend import liger_interpreter
 
         liger_interpreter.activate()  # no triton-ascend here: Ascend sources run in Triton's interpreter
@@ -120,7 +122,7 @@ def configs(path: str, run: dict[str, Any]) -> tuple[Any, Any, Any]:
         max_token_len_per_gpu=256,
         infer_max_token_len_per_gpu=256,
         use_remove_padding=run["remove_padding"],
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        mixed_precision={"param_dtype": run["dtype"], "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         model_dtype="fp32",
         use_fused_kernels=run["fused"],
     )
@@ -326,6 +328,9 @@ def start(folder: Path) -> None:
         assert (get_device_name(), is_npu_available) == ("npu", True)
         torch.npu.set_device(rank % torch.npu.device_count())
         backend = "cpu:gloo,npu:hccl"
+    elif get_device_name() == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
     store = dist.FileStore(str(folder / f"store-{world}"), world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
