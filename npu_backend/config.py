@@ -61,7 +61,8 @@ def read_config(model_config: Any = None) -> BackendConfig:
 
     Raises:
         ConfigError: a boolean that is neither true nor false, `fused_kernel_options` that is not a mapping, an
-            `impl_backend` that does not exist, or a key that is nearly one of ours.
+            `impl_backend` that does not exist, a key that is nearly one of ours, or a setting of the head among
+            `fused_kernel_options` that only an environment variable has.
     """
     if isinstance(model_config, (str, bytes, int, float, list, tuple, set)):
         raise ConfigError(f"model_config must be None, a mapping or an object with attributes, got {model_config!r}")
@@ -76,6 +77,11 @@ def read_config(model_config: Any = None) -> BackendConfig:
         )
     _check_keys(model_config, _KEYS, "model_config")
     _check_keys(options, ("impl_backend",), "model_config.fused_kernel_options")
+    for name, variable in VARIABLES.items():
+        if _get(options, variable.field) is not None:
+            raise ConfigError(
+                f"model_config.fused_kernel_options.{variable.field} is not read; set the environment variable {name}"
+            )
     named = _get(options, "impl_backend")
     hf_config = _get(model_config, "hf_config")
     model_types = model_types_of(hf_config)

@@ -106,6 +106,11 @@ def test_an_unknown_backend_lists_the_known_ones(name):
         read_config({"fused_kernel_options": {"impl_backend": name}})
 
 
+def test_a_setting_that_only_a_variable_has_is_not_ignored_in_the_options():
+    with pytest.raises(ConfigError, match=r"logits_cache_gib is not read; set .* NPU_BACKEND_LOGITS_CACHE_GIB"):
+        read_config({"fused_kernel_options": {"impl_backend": "triton", "logits_cache_gib": 0}})
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [

@@ -32,6 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "sp": 1,  # ranks that share one sequence (Ulysses)
     "fused": True,  # use_fused_kernels
     "impl_backend": "torch",
+    "attention": "eager",
+    "checkpointing": False,  # of activations
     "dtype": "fp32",  # of the parameters in forward and backward, as verl spells it
     "use_liger": False,
     "steps": 2,
@@ -39,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
 }
 BATCH, LENGTH = 8, 24
 RESPONSE = LENGTH // 2
+TOKENS = 256  # in a micro-batch, at most
 LAYERS = 2
 
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -64,16 +67,10 @@ def tiny_model(folder: Path, run: dict[str, Any]) -> str:
     if (path / "config.json").exists():
         return str(path)
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, 128)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    fast.save_pretrained(path)
+    save_tokenizer(path)
     if run["family"] == "qwen3":
         config = Qwen3Config(
             vocab_size=128,
@@ -99,6 +96,19 @@ def tiny_model(folder: Path, run: dict[str, Any]) -> str:
     return str(path)
 
 
+def save_tokenizer(path: Path) -> None:
+    """One word for each number below 128."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, 128)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(path)
+
+
 def configs(path: str, run: dict[str, Any]) -> tuple[Any, Any, Any]:
     """verl's configurations of model, engine and optimizer with this run's settings."""
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -108,7 +118,7 @@ def configs(path: str, run: dict[str, Any]) -> tuple[Any, Any, Any]:
         lora_rank=run["lora"],
         use_remove_padding=run["remove_padding"],
         use_liger=run["use_liger"],
-        enable_gradient_checkpointing=False,
+        enable_gradient_checkpointing=run["checkpointing"],
         use_fused_kernels=run["fused"],
         fused_kernel_options={"impl_backend": run["impl_backend"]},
         override_config={"attn_implementation": attention_of(run)},
@@ -119,8 +129,8 @@ def configs(path: str, run: dict[str, Any]) -> tuple[Any, Any, Any]:
         ulysses_sequence_parallel_size=run["sp"],
         use_torch_compile=False,
         use_dynamic_bsz=True,
-        max_token_len_per_gpu=256,
-        infer_max_token_len_per_gpu=256,
+        max_token_len_per_gpu=TOKENS,
+        infer_max_token_len_per_gpu=TOKENS,
         use_remove_padding=run["remove_padding"],
         mixed_precision={"param_dtype": run["dtype"], "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         model_dtype="fp32",
@@ -151,7 +161,7 @@ def make_engine(path: str, run: dict[str, Any]) -> Any:
 
 def attention_of(run: dict[str, Any]) -> str:
     """Ulysses is in verl's flash attention; on an NPU that is npu_fusion_attention."""
-    return "flash_attention_2" if run["sp"] > 1 else "eager"
+    return "flash_attention_2" if run["sp"] > 1 else run["attention"]
 
 
 def global_batch() -> dict[str, Any]:
@@ -192,7 +202,7 @@ def as_verl(tensors: dict[str, Any], run: dict[str, Any], **meta: Any) -> Any:
         use_remove_padding=run["remove_padding"],
         use_fused_kernels=run["fused"],
         use_dynamic_bsz=True,
-        max_token_len_per_gpu=256,
+        max_token_len_per_gpu=TOKENS,
         calculate_entropy=True,
         pad_token_id=0,
         global_batch_size=BATCH,

@@ -103,4 +103,5 @@ def _print() -> None:
             f"peak of torch_npu's allocator on {d}: {peak / 2**20:.2f} MiB" for d, peak in found["peak_bytes"].items()
         ]
         text = "\n".join(lines)
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(text + "\n")  # at once: other ranks write there too
+    sys.stderr.flush()

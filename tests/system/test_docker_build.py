@@ -57,7 +57,7 @@ def run_well(*command: object, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def wheels() -> Path:
     """Everything that row `stand-in` installs, as wheels: the builds below need no index."""
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", WHEELS, "--find-links", WHEELS)
@@ -122,7 +122,7 @@ class Buildah:
         return run(*self._base, "run", "--isolation", "chroot", "--user", user, container, "--", *command)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     missing = [tool for tool in ("buildah", "debootstrap") if not shutil.which(tool)]
     if os.geteuid() != 0:
@@ -131,10 +131,10 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
         pytest.skip(f"not run: no {' and no '.join(missing)} (Debian: apt-get install {' '.join(missing)})")
     folder = tmp_path_factory.mktemp("buildah")
     yield Buildah(folder)
-    shutil.rmtree(folder, ignore_errors=True)  # gigabytes
+    subprocess.run(["rm", "-rf", folder], check=False)  # gigabytes, in a few hundred thousand files
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def container(buildah: Buildah, wheels: Path) -> str:
     """A container of the image that docker/images/stand-in/Dockerfile makes on a Debian with the stand-in CANN."""
     debian = buildah.folder / "debian"

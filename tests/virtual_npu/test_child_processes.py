@@ -17,6 +17,7 @@ def run(*command: str) -> list[str]:
     """Lines that a command under `run --virtual-npu=2` prints."""
     whole = [sys.executable, "-m", "npu_backend", "run", "--virtual-npu=2", "--", sys.executable, *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    environment.pop("PYTHONUNBUFFERED", None)  # it parts a line from its end, and two ranks print at the same time
     done = subprocess.run(whole, capture_output=True, text=True, check=False, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
