@@ -58,6 +58,16 @@ def detect() -> Device:
     return Device("cpu", f"{npu.reason}; {cuda.reason}")
 
 
+def detect_unless_disabled() -> Device:
+    """As `detect`; under NPU_BACKEND_DISABLE=1, which wins over everything, no device is missed."""
+    try:
+        return detect()
+    except BackendUnavailableError as error:
+        if not read_environment().disable:
+            raise
+        return Device("cpu", str(error))
+
+
 def _npu() -> Device:
     """The NPU, or a CPU whose reason says why there is none. `torch.npu` exists only once torch_npu is imported."""
     if importlib.util.find_spec("torch_npu") is None:

@@ -116,7 +116,7 @@ def revert_patches() -> PatchReport:
 def _choose(model_config: Any) -> _Choice:
     config, environment = read_config(model_config), read_environment()
     log.show(environment.log)
-    where = device.detect()
+    where = device.detect_unless_disabled()
     name = "liger" if config.use_liger else "verl_npu"
     patch_set: PatchSet = importlib.import_module(f"npu_backend.patches.{name}").PATCH_SET
     wanted = families.families_of(config.model_types) if config.model_types else tuple(families.FAMILIES)
@@ -181,7 +181,7 @@ def _current(rows: list[Row], status: str) -> PatchReport:
     return PatchReport(
         rows=tuple(rows),
         patch_set=name,
-        device=str(device.detect()),
+        device=str(device.detect_unless_disabled()),
         status=status,
         notes=counters.choices(),
         versions=device.versions(),

@@ -222,6 +222,19 @@ def test_disable_turns_everything_off(world, monkeypatch):
     assert world["qwen3"].rope(1, 2) == (1, 2)
 
 
+def test_disable_wins_over_a_device_that_is_not_here(monkeypatch):
+    def missing() -> Device:
+        raise BackendUnavailableError("no such device")
+
+    monkeypatch.setattr(manager.device, "detect", missing)
+    with pytest.raises(BackendUnavailableError, match="no such device"):
+        npu_backend.apply_npu_fsdp_patches(None)
+    monkeypatch.setenv("NPU_BACKEND_DISABLE", "1")
+    assert {row.state for row in npu_backend.apply_npu_fsdp_patches(None).rows} == {"disabled"}
+    assert not npu_backend.patch_status().rows
+    assert not npu_backend.revert_patches().rows
+
+
 @pytest.mark.case("A40")
 def test_status_is_json_with_a_reason_for_whatever_is_not_applied(world, monkeypatch):
     monkeypatch.setenv("NPU_BACKEND_SKIP", "qwen3.rotary")

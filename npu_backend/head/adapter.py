@@ -68,7 +68,7 @@ def patch_forward_with_backends(
     """
     backend = "torch" if fused_kernels_backend is None else parse_backend(fused_kernels_backend)
     wanted = parse_bool(use_fused_kernels, "use_fused_kernels")
-    environment, where = read_environment(), str(device.detect())
+    environment, where = read_environment(), str(device.detect_unless_disabled())
     if not isinstance(model, nn.Module):
         raise HeadInputError(
             f"patch_forward_with_backends: model must be a Hugging Face model (a torch.nn.Module), got {model!r}"

@@ -85,6 +85,8 @@ def test_an_environment_that_means_nothing_here_changes_nothing(
 def test_the_environment_can_turn_the_head_off(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.build("llama")
     monkeypatch.setenv(variable, value)
+    if variable == "NPU_BACKEND_DISABLE":
+        monkeypatch.setenv("NPU_BACKEND_DEVICE", "cuda")  # not here, which does not matter then
     report = npu_backend.patch_forward_with_backends(model, use_fused_kernels=True)
     assert [(row.state, row.reason) for row in report.rows] == [("disabled", f"{variable}={value}")]
     assert (report.status, report.applied) == ("nothing applied", 0)
@@ -92,6 +94,7 @@ def test_the_environment_can_turn_the_head_off(variable: str, value: str, monkey
     assert not npu_backend.patch_status().rows
     monkeypatch.setenv("NPU_BACKEND_SKIP", "qwen3,llama.rms_norm")  # neither this family's head nor all heads
     monkeypatch.delenv("NPU_BACKEND_DISABLE", raising=False)
+    monkeypatch.delenv("NPU_BACKEND_DEVICE", raising=False)
     assert npu_backend.patch_forward_with_backends(model, use_fused_kernels=True).applied == 1
 
 
