@@ -1,4 +1,4 @@
-"""The main job on a real checkpoint: plan, apply, verify, score, four GRPO updates, revert.
+"""The main job on a real checkpoint: plan, apply, verify, score, four GRPO steps, revert.
 
     npu-backend demo
     npu-backend demo --use-liger
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--impl-backend", metavar="NAME", help="the PPO head: torch, triton, liger or auto (default: torch)"
     )
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="GRPO updates (default: 4)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="GRPO steps, two updates each (default: 4)")
     parser.add_argument("--plot", metavar="FILE", help="draw reward, loss and entropy (needs matplotlib)")
     _shared.add_json_argument(parser)
 

@@ -126,7 +126,7 @@ class _Job:
         self.model = checkpoint.rebuilt(self.plain)
         self._verify()
         self._score(before)
-        self.screen.heading(f"5. train: {self.options.steps} GRPO updates on generated additions")
+        self.screen.heading(f"5. train: {self.options.steps} GRPO steps on generated additions")
         facts, findings = train(
             self.model, self.plain, self.tokenizer, self.stop, self.where, self.options.steps, self.screen
         )

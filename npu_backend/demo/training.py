@@ -1,4 +1,4 @@
-"""The demo's training: a few GRPO updates, a table of them, and what must be true of them."""
+"""The demo's training: a few GRPO steps, a table of them, and what must be true of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(
         tokenizer: of the model.
         stop: the token that ends an answer.
         host: where it runs.
-        steps: how many updates.
+        steps: how many, of `grpo.Settings.minibatches` updates each.
         screen: where to print.
 
     Returns:
