@@ -88,7 +88,7 @@ format: .venv/.installed  ## let ruff rewrite what it can
 	.venv/bin/python -m ruff format
 
 clean:  ## remove the environments and everything that was built
-	rm -rf .venv .venv-tf4 .venv-docs .venv-demo .venv-other .venv-release .venv-sbom .venv-verl-* build dist .*_cache .hypothesis
+	rm -rf .venv .venv-tf4 .venv-docs .venv-demo .venv-other .venv-release .venv-sbom .venv-torch-npu .venv-verl-* build dist .*_cache .hypothesis
 
 fetch-torch-npu: .venv/.installed
 	@.venv/bin/python .ci/fetch_torch_npu.py $(PIP_ARGS)
