@@ -242,8 +242,8 @@ def _import_liger(family: str) -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "triton":
             raise BackendUnavailableError(
-                f"use_liger=True, but {release} finds no triton ({error}). {_triton_for_npu()}. On CUDA: "
-                "`pip install triton`"
+                f"use_liger=True, but {release} finds no triton that it can use ({error}). {_triton_for_npu()}. "
+                "On CUDA: `pip install triton`"
             ) from error
         raise ImportError(f"{release} cannot be used with transformers {_version('transformers')}: {error}") from error
     except Exception as error:

@@ -114,9 +114,10 @@ def test_strict_turns_unavailable_into_an_error(
     ("text", "message"),
     [
         ("raise RuntimeError('0 active drivers')", r"broken here.*0 active drivers"),
-        ("import triton.of_no_release", r"finds no triton.*triton-ascend==3\.2\.2 --extra-index-url https://"),
+        ("import triton.of_no_release", r"no triton that.*triton-ascend==3\.2\.2 --extra-index-url https://"),
+        ("from triton.language.math import of_another", r"no triton that it can use \(.*cannot import.*triton-ascend"),
     ],
-    ids=["raises at import", "no triton"],
+    ids=["raises at import", "no triton", "another triton"],
 )
 def test_a_broken_liger_is_an_error_with_the_repair(
     liger_made_of: Callable[[dict[str, str]], None], text: str, message: str
