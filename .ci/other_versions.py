@@ -25,7 +25,7 @@ TORCH_FREE = (
 HEAD = """\
 # Tests on other Pythons and torches
 
-Written by `make test-other`, one row for each combination. `make test` itself runs on Python 3.11 and torch 2.13.0.
+Written by `make test-other`, one row for each combination. CI runs `make test` on Python 3.11 and torch 2.13.0.
 A row says what ran: on a plain CPU without an NPU, what `make test` runs there; without torch, what has to work without
 one. Skipped are what needs a device, another transformers or a newer Triton; pytest says why for each.
 
