@@ -27,6 +27,8 @@ from npu_backend.patches.targets import (
     resolve,
 )
 
+_MOVED = "its name leads elsewhere now: the module was loaded anew, or its class was swapped"
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -103,7 +105,7 @@ class Plan:
     changes: list[Change] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class Transaction:
     """One applied plan."""
 
@@ -191,9 +193,9 @@ class Engine:
             check_signature(patch.target, original, replacement)
             plan.changes.append(Change(slot, slot.get(), replacement, plan.rows[-1]))
 
-    def _changes(self, keep: int = 0) -> list[Change]:
+    def _changes(self, keep: Sequence[Transaction] = ()) -> list[Change]:
         """Every change in the ledger, the newest first."""
-        return [c for t in reversed(self.ledger[keep:]) for c in reversed(t.changes)]
+        return [c for t in reversed(self.ledger) if t not in keep for c in reversed(t.changes)]
 
     def apply(self, plan: Plan) -> list[Row]:
         """Make the plan's changes, all of them or none, and return the rows as they then are."""
@@ -217,12 +219,15 @@ class Engine:
             return rows
 
     def _enter(self, new: Transaction) -> None:
-        """Put a transaction into the ledger, and take out changes that somebody undid before it made them again."""
-        places = [(n.slot, n.before) for n in new.changes]
+        """Put a transaction into the ledger, and take out the older changes of its places: they were undone or
+        overwritten by somebody else since, or are what a new change stands on, which then takes back both.
+        """
         for old in self.ledger:
-            old.changes = [
-                c for c in old.changes if not any(c.slot.same_place(s) and c.before is before for s, before in places)
-            ]
+            for change in old.changes:
+                for over in new.changes:
+                    if over.slot.same_place(change.slot) and over.before is change.after:
+                        over.before = change.before
+            old.changes = [c for c in old.changes if not any(n.slot.same_place(c.slot) for n in new.changes)]
         self._forget_gone()
         same = next((t for t in self.ledger if t.patch_set and t.patch_set == new.patch_set), None)
         if same is None or new.changes:
@@ -262,9 +267,9 @@ class Engine:
             self._enter(Transaction("", "", [change], [change.row]))
             return change.row
 
-    def revert(self, keep: int = 0) -> list[Row]:
-        """Undo the ledger but its first `keep` transactions, newest first; every slot gets the very object that it
-        held before.
+    def revert(self, keep: Sequence[Transaction] = ()) -> list[Row]:
+        """Undo the ledger but the transactions `keep`, newest first; every slot gets the very object that it held
+        before.
 
         Raises:
             PatchConflictError: somebody replaced one of our replacements; nothing is undone.
@@ -280,7 +285,7 @@ class Engine:
             for change in changes:
                 change.slot.put(change.before)
             rows = [replace(c.row, state="reverted", reason="") for c in reversed(self._changes(keep))]
-            del self.ledger[keep:]
+            self.ledger[:] = [t for t in self.ledger if t in keep]
             return rows
 
     def status(self) -> list[Row]:
@@ -289,17 +294,24 @@ class Engine:
             self._forget_gone()
             rows: dict[tuple[Any, ...], Row] = {}
             for transaction in self.ledger:
-                lost = {c.row.target: c for c in transaction.changes if not c.slot.holds(c.after)}
+                lost = {
+                    c.row.target: c for c in transaction.changes if not (c.slot.holds(c.after) and c.slot.is_found())
+                }
                 for row in transaction.rows:
                     if row.state == "applied" and row.target in lost:
-                        change = lost[row.target]
-                        undone = change.slot.holds(change.before)
-                        reason = (
-                            "undone by somebody else" if undone else f"overwritten by {owner_of(change.slot.get())}"
-                        )
-                        row = replace(row, state="stale", reason=reason)
-                    rows[row.target, row.model_type, row.op, row.reason if row.state == "stale" else ""] = row
+                        row = replace(row, state="stale", reason=_why_lost(lost[row.target]))
+                    by_itself = row.state == "stale" and row.reason != _MOVED
+                    rows[row.target, row.model_type, row.op, row.reason if by_itself else ""] = row
             return list(rows.values())
+
+
+def _why_lost(change: Change) -> str:
+    """Why a replacement is not in force any more."""
+    if not change.slot.is_found():
+        return _MOVED
+    if change.slot.holds(change.before):
+        return "undone by somebody else"
+    return f"overwritten by {owner_of(change.slot.get())}"
 
 
 ENGINE = Engine()

@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -48,6 +49,12 @@ class Slot:
 
     def same_place(self, other: Slot) -> bool:
         return self.owner is other.owner and self.name == other.name
+
+    def is_found(self) -> bool:
+        """Whether its name still leads here: not once the module was loaded anew, or the class swapped."""
+        module, _, path = str(self).partition(":")
+        found = _find(sys.modules[module], path) if module in sys.modules else self
+        return found is not None and found.same_place(self)
 
     def __str__(self) -> str:
         if self.found_as:
@@ -93,6 +100,9 @@ class InstanceSlot(Slot):
     def put(self, value: Any) -> None:
         if self.owner is not None:
             super().put(value)
+
+    def is_found(self) -> bool:
+        return True
 
     def holds(self, value: Any) -> bool:
         if self.owner is None:

@@ -68,3 +68,9 @@ def library(make_module: Callable[..., types.ModuleType]) -> types.ModuleType:
     make_module("lib")
     make_module("ours", FACTORIES)
     return make_module("lib.modeling", LIBRARY)
+
+
+@pytest.fixture
+def load_anew(library: types.ModuleType) -> Callable[[], None]:
+    """What importlib.reload does to the library: its source runs once more in the same module."""
+    return lambda: exec(LIBRARY, vars(library))

@@ -68,6 +68,53 @@ def test_a_target_that_somebody_restored_is_patched_again_and_reverts(library):
     assert len(library.rope(1, 2, 3, 4)) == 2
 
 
+def test_a_module_that_was_loaded_anew_is_patched_again_and_reverts(library, load_anew):
+    engine, old = Engine(), library.Norm
+    before = vars(old)["forward"]
+    engine.apply(plan(engine, FORWARD, ROPE))
+    load_anew()
+    rope, forward = library.rope, vars(library.Norm)["forward"]
+    assert [(r.state, r.reason.partition(":")[0]) for r in engine.status()] == [
+        ("stale", "its name leads elsewhere now"),
+        ("stale", "overwritten by lib.modeling"),
+    ]
+    assert states(engine.apply(plan(engine, FORWARD, ROPE))) == ["applied", "applied"]
+    assert states(engine.status()) == ["applied", "applied"]
+    engine.revert()
+    assert library.rope is rope
+    assert vars(library.Norm)["forward"] is forward
+    assert vars(old)["forward"] is before
+
+
+def test_a_class_that_was_swapped_for_somebody_elses_is_stale(library):
+    engine = Engine()
+    engine.apply(plan(engine, FORWARD))
+    library.Norm = type("LigerNorm", (), {})  # Liger, by hand, on top of ours
+    assert states(engine.status()) == ["stale"]
+
+
+def test_a_value_put_on_top_of_our_own_reverts_to_the_first(library):
+    engine, model = Engine(), library.Norm()
+    for backend in ("torch", "liger"):
+        engine.put(InstanceSlot(model, "backend"), backend, Row("Norm:backend", "ppo_head", "lib", "ppo_head", ""))
+    assert states(engine.status()) == ["applied"]
+    engine.revert()
+    assert "backend" not in vars(model)
+
+
+def test_what_is_kept_is_known_by_itself_not_by_its_place(library):
+    """The ledger shrinks when a patched model is gone; verify then took back nothing of its own."""
+    engine, model, other = Engine(), library.Norm(), library.Norm()
+    for each in (model, other):
+        engine.put(InstanceSlot(each, "backend"), "torch", Row("Norm:backend", "ppo_head", "lib", "ppo_head", ""))
+    kept = tuple(engine.ledger)
+    del model, each
+    engine.apply(plan(engine, ROPE))
+    assert states(engine.revert(keep=kept)) == ["reverted"]
+    assert len(library.rope(1, 2, 3, 4)) == 2
+    assert other.backend == "torch"
+
+
 def test_what_somebody_undid_needs_no_revert(library):
     engine, model = Engine(), library.Norm()
     bound = types.MethodType(lambda self, x: "fused", model)
