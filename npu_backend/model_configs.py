@@ -53,7 +53,7 @@ def checkpoint_config(folder: str | os.PathLike[str]) -> Any:
     """
     from transformers import AutoConfig
 
-    if not (Path(folder) / "config.json").is_file():
+    if not os.path.isfile(Path(folder) / "config.json"):  # False for a name too long, where Path.is_file raises
         raise ConfigError(f"{str(folder)!r} is no checkpoint's folder: it has no config.json")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -64,8 +65,29 @@ def check_output(option: str, file: Path) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+    try:
+        known = file.stat()
+    except FileNotFoundError:
+        known = None
+    except (OSError, ValueError) as error:  # a name too long, a file taken for a folder, a null byte
+        raise ConfigError(f"{option} {file}: no file can be written there: {error}") from error
+    if file.is_dir() or not os.access(file if known else file.parent, os.W_OK):
         raise ConfigError(f"{option} {file}: no file can be written there; name one in a folder that exists")
+
+
+def check_picture(option: str, file: Path) -> None:
+    """The same for a picture. Whether there is matplotlib to draw it is for others to say.
+
+    Raises:
+        ConfigError: it cannot be written, or matplotlib has no format of that suffix.
+    """
+    check_output(option, file)
+    if file.suffix and importlib.util.find_spec("matplotlib") is not None:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        formats = sorted(FigureCanvasBase.get_supported_filetypes())
+        if file.suffix[1:].lower() not in formats:
+            raise ConfigError(f"{option} {file}: matplotlib writes no {file.suffix}; known: {', '.join(formats)}")
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -129,9 +129,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--silent {args.silent}: a share of the rows from 0 up to, but not including, 1")
     if args.free_gib is not None and not 0 < args.free_gib < float("inf"):
         raise ConfigError(f"--free-gib {args.free_gib}: a positive number of GiB")
-    for option, file in (("--output", args.output), ("--plot", args.plot)):
-        if file is not None:
-            _shared.check_output(option, file)
+    if args.output is not None:
+        _shared.check_output("--output", args.output)
+    if args.plot is not None:
+        _shared.check_picture("--plot", args.plot)
 
 
 def _measure(args: argparse.Namespace) -> _Document:

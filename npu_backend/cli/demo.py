@@ -11,6 +11,7 @@ show. The exit status is 1 when something is not as it should be; the findings a
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from npu_backend.cli import _shared
 from npu_backend.errors import ConfigError
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo."""
     if args.steps < 1:
         raise ConfigError(f"--steps {args.steps}: at least one step")
+    if args.plot is not None:
+        _shared.check_picture("--plot", Path(args.plot))
     from npu_backend.demo.job import Options, run_demo
 
     options = Options(args.model, args.use_liger, args.impl_backend, args.steps, args.plot)

@@ -62,5 +62,7 @@ def _pages(report: Path | None) -> list[Path]:
     """verified, verified.json and verified.md all mean verified.json and verified.md."""
     if report is None:
         return []
+    if not report.name.strip("."):
+        raise ConfigError(f"--report {report}: this names no file; give a name such as verified")
     stem = report.with_suffix("") if report.suffix in (".json", ".md") else report
     return [stem.with_name(stem.name + suffix) for suffix in (".json", ".md")]

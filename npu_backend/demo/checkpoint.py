@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ def find(path: str | None = None) -> Checkpoint:
     """
     if path is not None:
         folder = Path(path).expanduser()
-        if not (folder / "config.json").is_file():
+        if not os.path.isfile(folder / "config.json"):  # False for a name too long, where Path.is_file raises
             raise ConfigError(f"--model {path}: no config.json there; give the folder of a Hugging Face model")
         return Checkpoint(folder.name, folder)
     spec = importlib.util.find_spec(PACKAGE)

@@ -203,6 +203,11 @@ def test_verify_compares_the_head_where_no_operator_can_be_patched(capsys: pytes
         ["--all", "--model", "folder"],
         ["--model", "/no/such/folder"],
         ["--model-type", "qwen3", "--report", "/no/such/folder/report"],
+        ["--model-type", "qwen3", "--report", ""],
+        ["--model-type", "qwen3", "--report", ".."],
+        ["--model-type", "qwen3", "--report", "x" * 300],
+        ["--model-type", "qwen3", "--report", "a\0b"],
+        ["--model", "x" * 300],
         ["--model-type", "qwen3", "--dtype", "int8"],
         ["--model-type", "qwen3", "--dtype", "float8_e4m3fn"],
         ["--model-type", "qwen3", "--dtype", "nn"],
@@ -296,6 +301,8 @@ def test_the_demo_without_its_model_gives_the_command(
         (["--steps", "0"], "--steps 0"),
         (["--impl-backend", "cuda"], "torch, triton, liger, auto"),
         (["--plot", "/no/such/folder/plot.png"], "plot"),
+        (["--model", "x" * 300], "no config.json there"),
+        (["--plot", "x" * 300], "File name too long"),
     ],
 )
 def test_options_of_the_demo_that_mean_nothing_are_bad_use(
@@ -304,6 +311,15 @@ def test_options_of_the_demo_that_mean_nothing_are_bad_use(
     status, _, error = run(capsys, "demo", *arguments)
     assert status == 2
     assert named in error
+
+
+def test_a_picture_of_an_unknown_format_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for command in ("demo", "bench"):
+        status, out, error = run(capsys, command, "--plot", "plot.pgn")
+        assert status == 2
+        assert "--plot plot.pgn: matplotlib writes no .pgn; known: " in error
+        assert not out
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
