@@ -61,8 +61,8 @@ def read_config(model_config: Any = None) -> BackendConfig:
 
     Raises:
         ConfigError: a boolean that is neither true nor false, `fused_kernel_options` that is not a mapping, an
-            `impl_backend` that does not exist, a key that is nearly one of ours, or a setting of the head among
-            `fused_kernel_options` that only an environment variable has.
+            `impl_backend` that does not exist, a key that is nearly one of ours or cannot be read, or a setting of the
+            head among `fused_kernel_options` that only an environment variable has.
     """
     if isinstance(model_config, (str, bytes, int, float, list, tuple, set)):
         raise ConfigError(f"model_config must be None, a mapping or an object with attributes, got {model_config!r}")
@@ -143,7 +143,8 @@ def model_types_of(hf_config: Any) -> tuple[str, ...]:
         seen.add(id(config))
         if model_type:
             found[model_type] = None
-        pending.extend(config.values() if isinstance(config, Mapping) else getattr(config, "__dict__", {}).values())
+        fields = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        pending.extend(_get(fields, name) for name in fields)  # not values(): OmegaConf's fails where one is missing
     return tuple(found)
 
 
@@ -270,11 +271,17 @@ def _get(source: Any, key: str) -> Any:
     """One key of a mapping, of anything with a `.get` (verl's frozen config, OmegaConf), or an attribute."""
     if source is None:
         return None
-    if isinstance(source, Mapping):
-        return source.get(key)
-    if hasattr(type(source), "get"):
-        return source.get(key, None)
-    return getattr(source, key, None)
+    try:
+        if isinstance(source, Mapping):
+            return source.get(key)
+        if hasattr(type(source), "get"):
+            return source.get(key, None)
+        return getattr(source, key, None)
+    except Exception as error:  # a property that fails, an OmegaConf node that interpolates what is not there
+        raise ConfigError(
+            f"model_config: {key} of a {type(source).__name__} cannot be read: {type(error).__name__}: {error}. Give "
+            "it a value, or pass a mapping with the keys that npu-backend reads"
+        ) from error
 
 
 def _is_mapping(value: Any) -> bool:

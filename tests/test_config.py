@@ -54,6 +54,36 @@ def test_omegaconf_is_read():
     assert (read_config(node).use_liger, read_config(node).impl_backend) == (True, "triton")
 
 
+def test_an_omegaconf_node_may_have_values_that_are_missing():
+    omegaconf = pytest.importorskip("omegaconf")
+    config = {"use_liger": "???", "hf_config": {"model_type": "qwen3", "hidden_size": "???"}}
+    assert read_config(omegaconf.OmegaConf.create(config)).model_types == ("qwen3",)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"use_liger": "${absent}"}, "use_liger of a DictConfig cannot be read: InterpolationKeyError"),
+        ({"hf_config": {"model_type": "qwen3", "x": "${absent}"}}, "x of a DictConfig cannot be read"),
+        (["qwen3"], "of a ListConfig cannot be read"),
+    ],
+)
+def test_an_omegaconf_node_that_cannot_be_read_is_named(content, named):
+    omegaconf = pytest.importorskip("omegaconf")
+    with pytest.raises(ConfigError, match=named):
+        read_config(omegaconf.OmegaConf.create(content))
+
+
+def test_a_property_that_fails_is_named():
+    class Unreadable:
+        @property
+        def use_liger(self):
+            raise RuntimeError("no such file")
+
+    with pytest.raises(ConfigError, match="use_liger of a Unreadable cannot be read: RuntimeError: no such file"):
+        read_config(Unreadable())
+
+
 @pytest.mark.case("A36", "D41")
 def test_none_means_the_defaults_and_the_fused_head_is_off():
     config = read_config(None)
