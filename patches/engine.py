@@ -21,6 +21,7 @@ from npu_backend.patches.targets import (
     Slot,
     check_owner,
     check_signature,
+    foreign_owner,
     load,
     owner_of,
     put_all,
@@ -183,10 +184,11 @@ class Engine:
         except ImportError as error:
             plan.rows.append(row("unavailable", f"{type(error).__name__}: {error}"))
             return
-        if reason:
-            plan.rows.append(row("skipped", reason))
+        if reason:  # what is left alone may belong to anyone, who is then named
+            owner = foreign_owner(patch.target, slot, original)
+            plan.rows.append(row("skipped", f"{reason}; what stands there is of {owner!r}" if owner else reason))
             return
-        check_owner(patch.target, slot, original)  # what is left alone may belong to anyone
+        check_owner(patch.target, slot, original)
         plan.rows.append(row("planned"))
         if not plan.patch_set.install:
             replacement = load(patch.replacement)(original, plan.context)

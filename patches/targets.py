@@ -168,20 +168,25 @@ def _find(module: Any, path: str) -> Slot | None:
     return None if slot.get() is MISSING else slot
 
 
+def foreign_owner(target: str, slot: Slot, value: Any) -> str:
+    """Who has put an object of another package into a target, or swapped its class; nobody is an empty string."""
+    package = target.partition(":")[0].partition(".")[0]
+    things = (slot.owner, value) if isinstance(slot.owner, type) else (value,)
+    return next((owner for owner in map(owner_of, things) if owner.partition(".")[0] != package), "")
+
+
 def check_owner(target: str, slot: Slot, value: Any) -> None:
-    """Refuse a target that another package has put its own object into, or whose class it has swapped.
+    """Refuse a target that is not the library's own any more.
 
     Raises:
-        PatchConflictError: it names that package.
+        PatchConflictError: it names the owner.
     """
-    module_name = target.partition(":")[0]
-    for thing in (slot.owner, value) if isinstance(slot.owner, type) else (value,):
-        owner = owner_of(thing)
-        if owner.partition(".")[0] != module_name.partition(".")[0]:
-            raise PatchConflictError(
-                f"{target} has already been replaced by {owner!r}; undo that before npu-backend patches it, or leave "
-                "this operator out with NPU_BACKEND_SKIP"
-            )
+    owner = foreign_owner(target, slot, value)
+    if owner:
+        raise PatchConflictError(
+            f"{target} has already been replaced by {owner!r}; undo that before npu-backend patches it, or leave "
+            "this operator out with NPU_BACKEND_SKIP"
+        )
 
 
 def owner_of(value: Any) -> str:
