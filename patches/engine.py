@@ -216,9 +216,10 @@ class Engine:
                 rows = [replace(row, state="applied") if row.state == "planned" else row for row in rows]
             for change in changes:
                 change.row = replace(change.row, state="applied")
-            rows += unreached(changes)
-            self._enter(Transaction(plan.patch_set.name, plan.asked_by, changes, rows))
-            return rows
+            new = Transaction(plan.patch_set.name, plan.asked_by, changes, rows)
+            self._enter(new)  # first: a Ctrl-C in the search for what is not reached must not lose the changes
+            new.rows = [*rows, *unreached(changes)]
+            return new.rows
 
     def _enter(self, new: Transaction) -> None:
         """Put a transaction into the ledger, and take out the older changes of its places: they were undone or

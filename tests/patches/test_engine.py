@@ -290,6 +290,19 @@ def test_a_failing_assignment_takes_back_those_before_it(library, monkeypatch):
     assert engine.ledger == []
 
 
+def test_an_interrupted_search_for_what_is_not_reached_leaves_the_changes_in_the_ledger(library, monkeypatch):
+    def interrupted(changes: object) -> None:
+        raise KeyboardInterrupt
+
+    engine, original = Engine(), library.rope
+    monkeypatch.setattr("npu_backend.patches.engine.unreached", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.apply(plan(engine, ROPE))
+    assert states(engine.status()) == ["applied"]
+    engine.revert()
+    assert library.rope is original
+
+
 def test_a_factory_that_fails_fails_in_the_plan(library):
     with pytest.raises(RuntimeError, match="broken"):
         plan(Engine(), FORWARD, patch(replacement="ours:broken", target="lib.modeling:rope"))
