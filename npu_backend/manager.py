@@ -65,7 +65,8 @@ def plan_patches(model_config: Any = None) -> PatchReport:
         (['gated_mlp', 'rms_norm', 'rotary'], 0)
     """
     choice = _choose(model_config)
-    return _report(choice, _rows_without_engine(choice) or ENGINE.plan(**_plan_arguments(choice)).rows, "planned")
+    rows = _rows_without_engine(choice)
+    return _report(choice, ENGINE.plan(**_plan_arguments(choice)).rows if rows is None else rows, "planned")
 
 
 def apply_npu_fsdp_patches(model_config: Any = None) -> PatchReport:

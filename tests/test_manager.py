@@ -235,6 +235,12 @@ def test_disable_wins_over_a_device_that_is_not_here(monkeypatch):
     assert not npu_backend.revert_patches().rows
 
 
+def test_a_plan_that_is_turned_off_asks_no_other_set(world, monkeypatch):
+    npu_backend.apply_npu_fsdp_patches({**QWEN3, "use_liger": True})
+    monkeypatch.setenv("NPU_BACKEND_DISABLE", "1")
+    assert npu_backend.plan_patches({"hf_config": {"model_type": "nosuch"}}).rows == ()
+
+
 @pytest.mark.case("A40")
 def test_status_is_json_with_a_reason_for_whatever_is_not_applied(world, monkeypatch):
     monkeypatch.setenv("NPU_BACKEND_SKIP", "qwen3.rotary")
