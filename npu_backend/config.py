@@ -52,8 +52,15 @@ class Environment:
 
 
 def cache_folder() -> Path:
-    """For what this package builds and measures: `$XDG_CACHE_HOME/npu-backend`, else `~/.cache/npu-backend`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "npu-backend"
+    """For what this package builds and measures: `$XDG_CACHE_HOME/npu-backend`, else `~/.cache/npu-backend`.
+
+    Raises:
+        ConfigError: neither is known, as in a container for a user whom it does not list.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache.startswith("~"):
+        raise ConfigError("no folder for caches: this user has no home directory; set XDG_CACHE_HOME, or HOME")
+    return Path(cache) / "npu-backend"
 
 
 def read_config(model_config: Any = None) -> BackendConfig:

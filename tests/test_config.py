@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from npu_backend import families
-from npu_backend.config import model_types_of, parse_bool, read_config, read_environment
+from npu_backend.config import cache_folder, model_types_of, parse_bool, read_config, read_environment
 from npu_backend.errors import ConfigError, did_you_mean
 
 
@@ -72,6 +72,15 @@ def test_an_omegaconf_node_that_cannot_be_read_is_named(content, named):
     omegaconf = pytest.importorskip("omegaconf")
     with pytest.raises(ConfigError, match=named):
         read_config(omegaconf.OmegaConf.create(content))
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder_for_caches(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does for a user that is not listed
+    with pytest.raises(ConfigError, match="no home directory; set XDG_CACHE_HOME"):
+        cache_folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cache_folder() == Path("/cache/npu-backend")
 
 
 def test_a_property_that_fails_is_named():

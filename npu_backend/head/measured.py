@@ -17,6 +17,7 @@ import torch
 
 from npu_backend import __version__, device
 from npu_backend.config import cache_folder
+from npu_backend.errors import ConfigError
 from npu_backend.log import warn_once
 
 _PACKAGES = ("torch", "torch-npu", "triton", "triton-ascend", "liger-kernel")
@@ -81,7 +82,8 @@ def _read() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warn_once("head.measured", f"PPO head: the times measured on this host cannot be read: {file()}: {error}")
+        where = "" if isinstance(error, ConfigError) else f"{file()}: "  # there is no folder for caches
+        warn_once("head.measured", f"PPO head: the times measured on this host cannot be read: {where}{error}")
         return {}
 
 

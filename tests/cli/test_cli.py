@@ -122,6 +122,7 @@ def test_plan_reads_every_kind_of_configuration_file(
         ("{", "cannot be read"),
         ("actor_rollout_ref: {model: 3}\n", "mapping"),
         ("path: /no/such/folder\n", "/no/such/folder"),
+        ("path: ~nobodyofthatname/model\n", "~nobodyofthatname/model"),
         ("actor_rollout_ref: {model: {hf_config: 3}}\n", "hf_config"),
         ("model: {hf_config: {hidden_size: 64}}\n", "model_type"),
         ("released: 2025-13-40\n", "cannot be read"),
@@ -302,6 +303,7 @@ def test_the_demo_without_its_model_gives_the_command(
         (["--impl-backend", "cuda"], "torch, triton, liger, auto"),
         (["--plot", "/no/such/folder/plot.png"], "plot"),
         (["--model", "x" * 300], "no config.json there"),
+        (["--model", "~nobodyofthatname/model"], "~nobodyofthatname/model"),
         (["--plot", "x" * 300], "File name too long"),
     ],
 )

@@ -113,6 +113,13 @@ def test_ranks_that_share_a_vocabulary_choose_alike_whatever_their_hosts_measure
     assert auto(NPU, vocab_parallel=True).name == "triton"
 
 
+def test_without_a_folder_for_caches_nothing_was_measured(monkeypatch, caplog) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does for a user that is not listed
+    assert measured.order(NPU, torch.bfloat16) == ((), "")
+    assert "set XDG_CACHE_HOME" in caplog.text
+
+
 def test_a_file_that_is_no_json_is_said_and_left_alone(caplog) -> None:
     measured.file().parent.mkdir(parents=True)
     measured.file().write_text("{")
