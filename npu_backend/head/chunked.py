@@ -38,10 +38,10 @@ class ScoreTransform:
 
     Attributes:
         dtype: in which all of it is computed.
-        bias: [V] in `dtype`, or None.
+        bias: [V] in `dtype`, contiguous, or None.
         logit_scale: 1.0 for none.
         softcap: None for none.
-        temperature: one number, 1.0 for none, or one per row: [M] in float32 or float64.
+        temperature: one number, 1.0 for none, or one per row: [M] in float32 or float64, contiguous.
     """
 
     dtype: torch.dtype
@@ -136,7 +136,7 @@ class Plan:
     def to_scores(self, bias: Tensor | None, temperatures: Tensor | None, rows: slice) -> ScoreTransform:
         return ScoreTransform(
             dtype=self.score_dtype,
-            bias=None if bias is None else bias.to(self.score_dtype),
+            bias=None if bias is None else bias.to(self.score_dtype).contiguous(),
             logit_scale=self.logit_scale,
             softcap=self.softcap,
             temperature=self.temperature if temperatures is None else temperatures[rows],

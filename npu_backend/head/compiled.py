@@ -74,7 +74,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty(hidden.shape),
-        weight.new_empty(weight.shape),
+        torch.empty_like(weight),
         hidden.new_empty(0) if bias is None else bias.new_empty(bias.shape),
     )
 

@@ -50,7 +50,7 @@ class HeadInputs:
         bias: [V] or None, as given.
         labels: [N] int64; `IGNORED` where the row is ignored, V where the label is in another rank's part.
         temperature: a number; 1.0 where `temperatures` are given.
-        temperatures: [N], one per row, in float32 (float64 if given so), or None.
+        temperatures: [N], one per row, contiguous, in float32 (float64 if given so), or None.
         logit_scale: 1.0 for none.
         softcap: None for none.
         shape: of the caller's labels, which the outputs get too.
@@ -245,7 +245,8 @@ def _row_temperatures(temperature: Tensor, labels: Tensor) -> Tensor:
     if temperature.device != labels.device and shape != ():
         raise _error(f"temperature is on {temperature.device}, but labels is on {labels.device}; move one of them")
     dtype = torch.float64 if temperature.dtype == torch.float64 else torch.float32
-    return temperature.detach().to(labels.device, dtype).reshape(-1).expand(count)
+    rows = temperature.detach().to(labels.device, dtype).reshape(-1).expand(count)
+    return rows.clone(memory_format=torch.contiguous_format)  # kernels count on it, and callers may change theirs
 
 
 def _check_values(

@@ -48,7 +48,7 @@ def _capped(logit, column_bias, logit_scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "V"])
 def _label_scores(
-    x_ptr, w_ptr, bias_ptr, labels_ptr, temperatures_ptr, rows_ptr, x_stride, w_stride, H, M, V, temperature,
+    x_ptr, w_ptr, bias_ptr, labels_ptr, temperatures_ptr, rows_ptr, x_stride, w_stride, w_step, H, M, V, temperature,
     logit_scale, softcap, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -59,7 +59,7 @@ def _label_scores(
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + at, mask=at < H, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + label * w_stride + at, mask=at < H, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + label * w_stride + at.to(tl.int64) * w_step, mask=at < H, other=0.0).to(tl.float32)
         total += x * w
     bias = tl.load(bias_ptr + label).to(tl.float32) if BIAS else 0.0
     if PER_ROW:
@@ -277,7 +277,7 @@ def label_scores(
     """Planes factor and base of each row, [2, M]; base from one dot product a row, 0 where the label is not here.
 
     Args:
-        x: [M, H]; weight: [V, H]; bias: [V] or None.
+        x: [M, H]; weight: [V, H], of any strides; bias: [V] or None. What is not said to have strides is contiguous.
         labels: [M] int64, negative or V where it is ignored or in another rank's part of the vocabulary.
         temperatures: [M] or None, then `temperature` holds for all.
         temperature, logit_scale, softcap: see `ScoreTransform`.
@@ -285,7 +285,7 @@ def label_scores(
     rows, width = x.shape
     planes = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     _label_scores[(rows,)](
-        x, weight, bias, labels, temperatures, planes, x.stride(0), weight.stride(0), width, rows, weight.shape[0],
+        x, weight, bias, labels, temperatures, planes, x.stride(0), *weight.stride(), width, rows, weight.shape[0],
         temperature, logit_scale, softcap or 1.0, BIAS=bias is not None, SOFTCAP=softcap is not None,
         PER_ROW=temperatures is not None, BLOCK=min(1024, triton.next_power_of_2(width)), num_warps=4,
     )  # fmt: skip

@@ -170,7 +170,7 @@ def forward(
         index = indices(labels >= 0) if plan.compact and plan.may_ignore else None
         x = _counting_rows(hidden, labels, index, plan)
         labels = take(labels, index)
-        w = weight.to(plan.compute_dtype)
+        w, bias = weight.to(plan.compute_dtype), _contiguous(bias)
         planes = plan.kernels.label_scores(
             x, w, bias, labels, take(temperatures, index), temperature=plan.temperature, **plan.transform
         )
@@ -253,7 +253,7 @@ def backward(
         index = within(found.counting, loud)
         x = _counting_rows(hidden, all_labels, index, plan)
         w = weight.to(plan.compute_dtype)
-        tiles = _gradient_tiles(x, w, bias, labels, planes, cache, plan)
+        tiles = _gradient_tiles(x, w, _contiguous(bias), labels, planes, cache, plan)
         grad_x, grad_weight, grad_bias = _products(tiles, x, weight, w, bias, wants)
         if grad_x is not None:
             grad_x = spread(grad_x.to(hidden.dtype), hidden, index)
@@ -352,6 +352,10 @@ def _counting_rows(hidden: Tensor, labels: Tensor, index: Tensor | None, plan: T
     elif plan.may_ignore and not plan.compact:
         hidden = hidden.masked_fill((labels < 0)[:, None], 0.0)
     return hidden.to(plan.compute_dtype).contiguous()
+
+
+def _contiguous(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.contiguous()
 
 
 def _zeros(like: Tensor | None, wanted: bool) -> Tensor | None:

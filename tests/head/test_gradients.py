@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from references import HeadCase, assert_close_to, assert_head_matches, full_logits_head, head_case, run_head
+from torch import Tensor
 
 import npu_backend
 from npu_backend.errors import NPUBackendError
@@ -83,6 +84,24 @@ def test_strided_and_expanded_upstream_gradients() -> None:
     assert not columns[:, 0].is_contiguous()
     strided = replace(case, grad_log_probs=columns[:, 0], grad_entropy=columns[:, 1])
     assert torch.equal(run_head(strided, head)["grad_weight"], run_head(case, head)["grad_weight"])
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_labels_and_temperatures_may_change_before_backward_and_be_inference_tensors(guard) -> None:
+    case = head_case(8, temperature=torch.linspace(0.5, 2.0, 8))
+    expected = run_head(case, head)
+    with guard():
+        labels, temperature = case.labels.clone(), case.temperature.clone()
+
+    def changed_afterwards(case: HeadCase) -> tuple[Tensor, Tensor]:
+        outputs = head(replace(case, labels=labels, temperature=temperature))
+        with torch.inference_mode():
+            labels.zero_()
+            temperature.fill_(9.0)
+        return outputs
+
+    for name, value in run_head(case, changed_afterwards).items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_non_contiguous_inputs() -> None:

@@ -59,12 +59,12 @@ def test_whole_cases_in_tritons_interpreter() -> None:
 
 
 def triton_head(
-    *, cache: float | None = 0.0, compact: bool = True, calculate_entropy: bool = True
+    *, cache: float | None = 0.0, compact: bool = True, calculate_entropy: bool = True, spaced: bool = False
 ) -> Callable[[HeadCase], tuple[Tensor, Tensor | None]]:
     """The head on DEVICE; `cache` is the share of the scores that may be kept, None for `auto`."""
 
     def head(case: HeadCase) -> tuple[Tensor, Tensor | None]:
-        there = case.on(DEVICE)
+        there = case.on(DEVICE).spaced() if spaced else case.on(DEVICE)
         given = inputs.prepare(there.hidden, there.weight, there.labels, **there.options())
         dtype = torch.promote_types(case.hidden.dtype, case.weight.dtype)
         padded = -(-given.weight.shape[0] // 256) * 256
@@ -148,6 +148,17 @@ def test_every_option_at_once(cache: float) -> None:
     )  # fmt: skip
     case.labels[0, ::3] = -100
     assert_head_matches(quiet(case), triton_head(cache=cache))
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_inputs(dtype: torch.dtype) -> None:
+    """The kernels took elements of a weight, a bias and temperatures for neighbours that were not."""
+    fields = {"temperature": torch.linspace(0.5, 2.0, 10), "bias": torch.linspace(-1, 1, 515)}
+    case = head_case(2, 5, vocab_size=515, dtype=dtype, **fields)
+    assert_head_matches(case, triton_head(spaced=True))
+    columns_first = replace(case, weight=case.weight.t().contiguous().t(), bias=None)
+    assert_head_matches(columns_first, triton_head(cache=1.0))
 
 
 @here

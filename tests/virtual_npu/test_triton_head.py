@@ -67,6 +67,14 @@ def test_triton_gives_what_torch_gives(dtype: torch.dtype, shape: tuple[int, ...
         assert torch.allclose(got[name].float(), value.float(), rtol=rounding, atol=rounding), name
 
 
+def test_strided_inputs_and_a_temperature_on_the_device() -> None:
+    """The kernels took elements for neighbours that were not; of one temperature for all there is one element only."""
+    fields = {"temperature": torch.linspace(0.5, 2.0, 10), "bias": torch.linspace(-1.0, 1.0, 901)}
+    spaced = head_case(2, 5, vocab_size=901, **fields)
+    assert_head_matches(spaced, lambda case: head("triton")(case.on(NPU).spaced()))
+    assert_head_matches(head_case(6, vocab_size=901, temperature=torch.tensor(0.7)), head("triton"))
+
+
 def test_verls_class_and_a_call_without_tokens_or_gradients() -> None:
     case = head_case(2, 6, vocab_size=901, dtype=torch.bfloat16)
     there = [tensor.to(NPU) for tensor in (case.hidden, case.weight, case.labels)]
