@@ -198,7 +198,7 @@ def _coefficients(
         at_label *= 1.0 - saturation * saturation
     tl.store(out_ptr + rows, factor, mask=inside)
     tl.store(out_ptr + M + rows, base, mask=inside)
-    tl.store(out_ptr + 2 * M + rows, log_p * _LOG2_E, mask=inside)
+    tl.store(out_ptr + 2 * M + rows, tl.where(counts, log_p * _LOG2_E, _LOWEST), mask=inside)  # else 2^z may be inf
     tl.store(out_ptr + 3 * M + rows, -per_logit * (g + h * entropy), mask=inside)
     tl.store(out_ptr + 4 * M + rows, -per_logit * h * _LN_2, mask=inside)
     tl.store(out_ptr + 5 * M + rows, at_label, mask=inside)

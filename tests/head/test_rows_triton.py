@@ -199,6 +199,18 @@ def test_ignored_rows_are_zero_whatever_they_hold(compact: bool, cache: float) -
 
 
 @here
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("cache", [0.0, 1.0])
+def test_ignored_rows_are_zero_where_the_bias_is_many_temperatures(cache: float, softcap: float | None) -> None:
+    bias = torch.linspace(-20.0, 20.0, 303)
+    case = head_case(10, vocab_size=303, temperature=0.1, bias=bias, softcap=softcap)
+    case.labels[::4] = -100
+    got = run_head(case, triton_head(compact=False, cache=cache))
+    assert not got["grad_hidden"][::4].any()
+    assert all(value.isfinite().all() for value in got.values())
+
+
+@here
 @pytest.mark.case("D26", "D28")
 @pytest.mark.parametrize("rows", [0, 5])
 @pytest.mark.parametrize("compact", [False, True])
