@@ -15,6 +15,7 @@ from torch import Tensor
 
 from npu_backend.errors import BackendUnavailableError, HeadInputError
 from npu_backend.head.inputs import IGNORED, HeadInputs
+from npu_backend.head.selection import FirstOrderOnly
 
 _MODULE = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 _FUNCTION = "LigerFusedLinearScaledCrossEntropyFunction"
@@ -61,9 +62,13 @@ def log_prob_and_entropy(
     Raises:
         BackendUnavailableError: the installed Liger lacks the function, or fails to import.
     """
+    hidden, weight = given.hidden, given.weight.to(dtype).contiguous()
+    if given.may_ignore:  # read as zeros: Liger multiplies what they hold, NaN included, by their gradient of zero
+        hidden = hidden.masked_fill((given.labels < 0)[:, None], 0.0)
+    hidden = hidden.to(dtype).contiguous()
     outputs = _function().apply(
-        given.hidden.to(dtype).contiguous(),
-        given.weight.to(dtype).contiguous(),
+        _once(hidden, weight),
+        _once(weight, hidden),
         given.labels,
         temperature=given.temperature,
         ignore_index=IGNORED,
@@ -71,6 +76,25 @@ def log_prob_and_entropy(
     )
     negative, entropy = outputs if calculate_entropy else (outputs, None)
     return -negative, entropy
+
+
+def _once(value: Tensor, other: Tensor) -> Tensor:
+    """`value`, whose gradient cannot be differentiated: Liger's kernels leave no derivative of it that is right."""
+    once: Tensor = _Once.apply(value, other) if value.requires_grad else value  # type: ignore[no-untyped-call]
+    return once
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(value, other)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # create_graph=True
+            grad, *_ = FirstOrderOnly.apply(grad, None, None, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return grad, None
 
 
 def _function() -> Any:

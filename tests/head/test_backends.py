@@ -190,6 +190,28 @@ def test_liger_gives_what_torch_gives(dtype: torch.dtype, shape: tuple[int, ...]
 
 
 @pytest.mark.usefixtures("installed_liger")
+def test_what_padding_holds_does_not_reach_ligers_gradients() -> None:
+    case = head_case(20)
+    case.labels[::4] = -100
+    clean = run_head(case, lambda given: run("liger", given)[:2])
+    case.hidden[::4] = torch.nan
+    for name, value in run_head(case, lambda given: run("liger", given)[:2]).items():
+        assert torch.equal(value, clean[name]), name
+
+
+@pytest.mark.usefixtures("installed_liger")
+@pytest.mark.parametrize("frozen", ["hidden", "weight", None])
+def test_a_second_derivative_through_liger_is_an_error(frozen: str | None) -> None:
+    case = head_case(20)
+    leaves = {name: getattr(case, name).clone().requires_grad_(name != frozen) for name in ("hidden", "weight")}
+    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    grads = torch.autograd.grad(run("liger", replace(case, **leaves)).entropy.sum(), wanted, create_graph=True)
+    for grad in grads:
+        with pytest.raises(BackendUnavailableError, match="no second derivative"):
+            torch.autograd.grad(grad.sum(), wanted, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.usefixtures("installed_liger")
 @pytest.mark.parametrize(
     "option",
     [{"bias": torch.zeros(101)}, {"softcap": 3.0}, {"logit_scale": 2.0}, {"temperature": torch.ones(20)}],
