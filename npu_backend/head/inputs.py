@@ -105,8 +105,8 @@ def prepare(
         _check_tensor("bias", bias, _FLOATS, hidden_states.device)
         if tuple(bias.shape) != (columns,):
             raise _error(f"bias must be [V] = [{columns}] like vocab_weights, got {list(bias.shape)}")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise _error(f"ignore_index must be an integer, got {ignore_index!r}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not -(2**63) <= ignore_index < 2**63:
+        raise _error(f"ignore_index must be an integer of 64 bits, got {ignore_index!r}")
     if logit_scale is not None and not _is_finite(logit_scale):
         raise _error(f"logit_scale must be a finite number or None, got {logit_scale!r}")
     if softcap is not None and not (_is_finite(softcap) and softcap > 0):
@@ -164,7 +164,8 @@ def _check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], device
             f"Pass {name}.to_local(), or full_tensor() where every rank shall compute all rows"
         )
     if value.is_nested or value.layout != torch.strided:
-        got, dense = ("a nested one", "to_padded_tensor(0.0)") if value.is_nested else (value.layout, "to_dense()")
+        fill = 1.0 if name == "temperature" else 0.0
+        got, dense = ("a nested one", f"to_padded_tensor({fill})") if value.is_nested else (value.layout, "to_dense()")
         raise _error(f"{name} must be a dense tensor, got {got}; pass {name}.{dense}")
     if device is None and value.device.type == "meta":
         raise _error(f"{name} is on the meta device and has no values to compute with; move it to a real device")
@@ -236,6 +237,7 @@ def _row_temperatures(temperature: Tensor, labels: Tensor) -> Tensor:
         raise _error("temperature requires a gradient, which the head does not compute; pass temperature.detach()")
     if temperature.dtype not in (*_FLOATS, *_INTEGERS):
         raise _error(f"temperature must be real numbers, got {temperature.dtype}")
+    _check_tensor("temperature", temperature, (temperature.dtype,))
     count, shape = labels.numel(), tuple(temperature.shape)
     if shape not in ((), (count,), (count, 1), tuple(labels.shape), (*labels.shape, 1)):
         raise _error(

@@ -182,7 +182,8 @@ def linear_cross_entropy(
     """
     if reduction != "none":
         raise HeadInputError(f"linear_cross_entropy: reduction={reduction!r} is not supported; reduce the result")
-    if isinstance(hidden, Tensor) and isinstance(labels, Tensor) and hidden.dim() > 0:
+    dense = all(isinstance(value, Tensor) and not value.is_nested for value in (hidden, labels))
+    if dense and hidden.dim() > 0:
         rows = [size for size in hidden.shape[:-1] if size != 1]
         if rows == [size for size in labels.shape if size != 1]:
             hidden = hidden.reshape(*labels.shape, hidden.shape[-1])

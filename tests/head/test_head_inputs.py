@@ -226,14 +226,22 @@ _BAD = {
     "bias too short": ({"bias": torch.zeros(100)}, r"bias must be \[V\] = \[101\].*got \[100\]"),
     "bias integers": ({"bias": torch.zeros(101, dtype=torch.int64)}, "bias must have a floating-point"),
     "bias elsewhere": ({"bias": torch.zeros(101, device="meta")}, "bias is on meta"),
-    "temperature elsewhere": ({"temperature": torch.ones(10, device="meta")}, "temperature is on meta"),
+    "temperature elsewhere": ({"temperature": torch.ones(10, device="meta")}, "temperature is on the meta device"),
     "temperature booleans": ({"temperature": torch.ones(10, dtype=torch.bool)}, "temperature must be real"),
     "softcap 0": ({"softcap": 0.0}, "softcap must be a finite number above 0"),
     "softcap text": ({"softcap": "30"}, "softcap must be"),
     "softcap true": ({"softcap": True}, "softcap must be"),
     "scale nan": ({"logit_scale": float("nan")}, "logit_scale must be a finite number"),
     "scale tensor": ({"logit_scale": torch.tensor(2.0)}, "logit_scale must be a finite number"),
+    "temperature on meta": ({"temperature": torch.ones((), device="meta")}, "temperature is on the meta device"),
+    "temperature sparse": ({"temperature": torch.ones(10).to_sparse()}, r"temperature\.to_dense"),
+    "temperature nested": (
+        {"temperature": torch.nested.nested_tensor([torch.ones(4), torch.ones(6)])},
+        r"temperature must be a dense tensor.*to_padded_tensor\(1\.0\)",
+    ),
     "ignore None": ({"ignore_index": None}, "ignore_index must be an integer"),
+    "ignore 65 bits": ({"ignore_index": 2**64}, "ignore_index must be an integer of 64 bits"),
+    "ignore wraps": ({"ignore_index": 2**63}, "ignore_index must be an integer of 64 bits"),
 }
 
 

@@ -76,3 +76,7 @@ def test_linear_cross_entropy_refuses_what_it_would_misread() -> None:
             npu_backend.linear_cross_entropy(case.hidden, case.weight, case.labels, 1.0, reduction)
     with pytest.raises(HeadInputError, match="labels is missing"):
         npu_backend.linear_cross_entropy(case.hidden, case.weight, None)
+    for name in ("hidden", "labels"):
+        nested = {"hidden": case.hidden, "labels": case.labels, name: torch.nested.nested_tensor([getattr(case, name)])}
+        with pytest.raises(HeadInputError, match="got a nested one"):
+            npu_backend.linear_cross_entropy(nested["hidden"], case.weight, nested["labels"])
