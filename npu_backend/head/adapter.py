@@ -202,6 +202,11 @@ def _fused_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             f"{name}: its forward, of {owner_of(own_forward)}, does not call its output head, so the fused head cannot "
             "replace it. Set use_fused_kernels=False for this model"
         )
+    if labels.shape != logits.shape[:-1]:
+        raise HeadInputError(
+            f"{name}: {list(labels.shape)} labels for logits of {list(logits.shape[:-1])} positions. With "
+            "logits_to_keep pass shift_labels, the next tokens of the positions that are kept, or leave it out"
+        )
 
     log_probs, entropy = _score(model, head, logits, labels, temperature)
     kept = {key: value for key, value in output.items() if key != "logits"}

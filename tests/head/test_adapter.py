@@ -70,6 +70,16 @@ def test_without_labels_the_error_says_which_argument_is_missing() -> None:
     )
 
 
+def test_kept_positions_need_their_own_labels() -> None:
+    model, ids = patched(), tiny_models.tokens(2, 6)
+    labels = ids.roll(-1, -1)
+    kept = model(input_ids=ids, shift_labels=labels[:, -2:], logits_to_keep=2).log_probs
+    torch.testing.assert_close(kept, full_log_probs(model, ids, labels)[:, -2:])
+    for given in ({"labels": ids}, {"temperature": 0.7}, {"shift_labels": labels}):
+        with pytest.raises(HeadInputError, match=r"\[2, 6\] labels for logits of \[2, 2\] positions.*shift_labels"):
+            model(input_ids=ids, logits_to_keep=2, **given)
+
+
 @pytest.mark.case("D03")
 def test_a_sequence_parallel_shard_needs_shift_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks with 8 tokens each: the first one's last label is the second one's first token."""
