@@ -129,9 +129,11 @@ def _run(launch: KernelLaunch, *arguments: Any) -> None:
 
 def _temperatures(to_scores: ScoreTransform, like: Tensor) -> Tensor:
     """One per row: the kernels know no other form."""
+    largest = torch.finfo(torch.float32).max  # beyond it a score of -inf, which stays one, would be divided by infinity
     if isinstance(to_scores.temperature, Tensor):
-        return to_scores.temperature.float()
-    return torch.full_like(like, to_scores.temperature)
+        double = to_scores.temperature.dtype == torch.float64
+        return to_scores.temperature.clamp(max=largest).float() if double else to_scores.temperature
+    return torch.full_like(like, min(to_scores.temperature, largest))
 
 
 @functools.cache

@@ -75,6 +75,15 @@ def test_strided_inputs_and_a_temperature_on_the_device() -> None:
     assert_head_matches(head_case(6, vocab_size=901, temperature=torch.tensor(0.7)), head("triton"))
 
 
+@pytest.mark.parametrize("temperature", [1e39, torch.full((6,), 1e39, dtype=torch.float64)])
+def test_a_temperature_beyond_float32_makes_every_token_equally_likely(temperature: float | Tensor) -> None:
+    bias = torch.zeros(901)
+    bias[900:] = -torch.inf
+    case = head_case(6, vocab_size=901, temperature=temperature, bias=bias)
+    got = assert_head_matches(replace(case, labels=case.labels % 900), head("triton"))
+    assert torch.allclose(got["log_probs"], -torch.tensor(900.0).log())
+
+
 def test_verls_class_and_a_call_without_tokens_or_gradients() -> None:
     case = head_case(2, 6, vocab_size=901, dtype=torch.bfloat16)
     there = [tensor.to(NPU) for tensor in (case.hidden, case.weight, case.labels)]
