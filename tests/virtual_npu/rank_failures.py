@@ -28,6 +28,19 @@ def ranks_in_different_calls_are_told_so() -> None:
         dist.all_reduce(torch.ones(4 + (RANK == 0), device=DEVICE), group=sizes)
 
 
+def ranks_that_disagree_about_lengths_are_told_so() -> None:
+    """Lists of uneven tensors; the last rank's piece is longer in every list but rank 0's."""
+    lengths = [1 + (rank == WORLD - 1) + (rank == WORLD - 1 and RANK != 0) for rank in range(WORLD)]
+    pieces = [torch.ones(length, device=DEVICE) for length in lengths]
+    told = rf"the piece of rank {WORLD - 1} has [23] elements here, [23] in rank|a collective of this group failed"
+    group = dist.new_group(list(range(WORLD)))
+    with pytest.raises(RuntimeError, match=f"all_gather: {told}"):
+        dist.all_gather(pieces, torch.ones(lengths[RANK], device=DEVICE), group=group)
+    group = dist.new_group(list(range(WORLD)))
+    with pytest.raises(RuntimeError, match=f"reduce_scatter: {told}"):
+        dist.reduce_scatter(torch.empty(lengths[RANK], device=DEVICE), pieces, group=group)
+
+
 def a_rank_that_does_not_come_is_a_timeout() -> None:
     group = dist.new_group(list(range(WORLD)))
     x = torch.ones(4, device=DEVICE)

@@ -25,7 +25,8 @@ TRAINING = """
     ddp fsdp1 fsdp2 hsdp_on_a_two_dimensional_mesh tensor_parallel sequence_parallel_attention_by_all_to_all
 """.split()
 FAILURES = """
-    ranks_in_different_calls_are_told_so a_rank_that_does_not_come_is_a_timeout a_rank_that_is_killed_ends_the_others
+    ranks_in_different_calls_are_told_so ranks_that_disagree_about_lengths_are_told_so
+    a_rank_that_does_not_come_is_a_timeout a_rank_that_is_killed_ends_the_others
 """.split()
 # Each world: how many ranks (more than the two devices share them), and its checks.
 WORLDS = {

@@ -118,10 +118,35 @@ static uint64_t whole(const Comm *comm, const Pieces *pieces) {
 static uint64_t part(uint64_t count, uint64_t done, uint64_t step) { return done < count ? smaller(count - done,
                      step) : 0; }
 
+/* Each rank puts the lengths of its pieces into its slot, for all to read. */
+static HcclResult show_counts(Comm *comm, const Call *call, const Pieces *pieces) {
+    vhccl_flip(comm);
+    uint64_t *own = (uint64_t *)vhccl_slot(comm, comm->rank);
+    for (uint32_t rank = 0; rank < comm->size; rank++) own[rank] = piece_count(pieces, rank);
+    return vhccl_meet(comm, call);
+}
+
+/* Where lengths are given, all ranks must have given the same, and `own` for this rank's piece: what a slot holds past
+ * a shorter piece is of an earlier step. */
+static HcclResult check_counts(Comm *comm, const Call *call, const Pieces *pieces, uint64_t own) {
+    HcclResult error = pieces->counts ? show_counts(comm, call, pieces) : VHCCL_OK;
+    for (uint32_t other = 0; pieces->counts && !error && other < comm->size; other++)
+        for (uint32_t rank = 0; !error && rank < comm->size; rank++) {
+            uint64_t expected = piece_count(pieces, rank), given = ((const uint64_t *)vhccl_slot(comm, other))[rank];
+            if (other == comm->rank && rank == comm->rank) given = own;
+            if (given != expected)
+                error = vhccl_break(comm, VHCCL_INVALID_PARAM, "%s: the piece of rank %u has %llu elements here, "
+                                    "%llu in rank %u", vhccl_call_name(call->kind), rank, (unsigned long long)expected,
+                                    (unsigned long long)given, other);
+        }
+    return error;
+}
+
 static HcclResult all_gather(void *from, uint64_t count, void *to, Pieces pieces, HcclDataType type, Comm *comm) {
     size_t element;
     HcclResult error = start(comm, CALL_ALL_GATHER, type, count + whole(comm, &pieces), &element);
     Call call = {CALL_ALL_GATHER, (int)type, -1, -1, pieces.counts ? 0 : pieces.count};
+    if (!error) error = check_counts(comm, &call, &pieces, count);
     uint64_t most = longest(comm, &pieces), done = 0;
     do {
         if (error) return error;
@@ -163,6 +188,7 @@ static HcclResult reduce_scatter(void *from, Pieces pieces, void *to, uint64_t c
     size_t element;
     HcclResult error = start(comm, CALL_REDUCE_SCATTER, type, whole(comm, &pieces) + count, &element);
     Call call = {CALL_REDUCE_SCATTER, (int)type, (int)op, -1, pieces.counts ? 0 : pieces.count};
+    if (!error) error = check_counts(comm, &call, &pieces, count);
     uint64_t most = longest(comm, &pieces), done = 0;
     do {
         if (error) return error;
@@ -211,12 +237,9 @@ HcclResult HcclScatter(void *from, void *to, uint64_t count, HcclDataType type, 
     return error;
 }
 
-/* First all ranks show how much they send to whom: that gives the number of steps, and shows counts that do not fit. */
+/* How much all ranks send to whom gives the number of steps, and shows counts that do not fit. */
 static HcclResult agree(Comm *comm, const Call *call, const Pieces *out, const Pieces *in, uint64_t *most) {
-    vhccl_flip(comm);
-    uint64_t *own = (uint64_t *)vhccl_slot(comm, comm->rank);
-    for (uint32_t rank = 0; rank < comm->size; rank++) own[rank] = piece_count(out, rank);
-    HcclResult error = vhccl_meet(comm, call);
+    HcclResult error = show_counts(comm, call, out);
     *most = 0;
     for (uint32_t from = 0; !error && from < comm->size; from++) {
         const uint64_t *row = (const uint64_t *)vhccl_slot(comm, from);
