@@ -14,15 +14,16 @@ import torch
 
 _FIRST, _END = 1 << 16, 1 << 47  # user-space addresses; the first page is never mapped
 _SMALL = 1 << 16  # bytes up to which a plain memmove beats torch's copy_
-_whole: dict[torch.dtype, torch.Tensor] = {}
+_whole: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
 
-def _address_space(dtype: torch.dtype) -> torch.Tensor:
-    if dtype not in _whole:
-        buffer = (ctypes.c_char * (_END - _FIRST)).from_address(_FIRST)
+def _address_space(dtype: torch.dtype, shift: int) -> torch.Tensor:
+    """All elements whose address is `shift` bytes past a multiple of their size: not 0 in a slice of a storage."""
+    if (dtype, shift) not in _whole:
+        buffer = (ctypes.c_char * (_END - _FIRST - (dtype.itemsize if shift else 0))).from_address(_FIRST + shift)
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
-            _whole[dtype] = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
-    return _whole[dtype]
+            _whole[dtype, shift] = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
+    return _whole[dtype, shift]
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,8 +32,8 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.numel() == 0:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    offset = (tensor.data_ptr() - _FIRST) // tensor.itemsize
-    view = _address_space(tensor.dtype).as_strided(tensor.size(), tensor.stride(), offset)
+    offset, shift = divmod(tensor.data_ptr() - _FIRST, tensor.itemsize)
+    view = _address_space(tensor.dtype, shift).as_strided(tensor.size(), tensor.stride(), offset)
     if tensor.is_conj():
         view = view.conj()
     return torch._neg_view(view) if tensor.is_neg() else view

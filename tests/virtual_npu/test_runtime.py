@@ -116,6 +116,13 @@ def test_views_share_memory_and_writes_are_seen() -> None:
     assert torch.equal(base.cpu(), expected)
 
 
+def test_a_slice_of_a_storage_need_not_be_aligned() -> None:
+    data = torch.arange(24, dtype=torch.uint8)
+    for dtype in (torch.float32, torch.int64):
+        read = [torch.empty(0, dtype=dtype, device=d).set_(data.to(d).untyped_storage()[3:19]) for d in ("cpu", "npu")]
+        assert torch.equal((read[1] + 0).cpu(), read[0])
+
+
 def test_out_arguments_are_resized_and_filled() -> None:
     x = torch.arange(6.0, device="npu")
     out = torch.empty(0, device="npu")
