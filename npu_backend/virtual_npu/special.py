@@ -63,9 +63,11 @@ def _histc(tensor: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
 
 
 def _matmul_backward(
-    grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, mask: list[bool]
+    grad: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, mask: list[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of `a @ b` with broadcasting; torch itself has no such operator."""
+    if grad is None:  # nothing flows back
+        return None, None
     g, x, y = alias(grad), alias(a), alias(b)
     if x.dim() == 1:  # a row
         x, g = x.unsqueeze(0), g.unsqueeze(-2 if y.dim() > 1 else -1)

@@ -132,6 +132,12 @@ def test_checkpointing_draws_the_same_dropout_again() -> None:
     assert torch.equal(x.grad, y.detach())
 
 
+def test_gradients_of_a_product_are_checked_numerically() -> None:
+    """gradcheck also asks for the gradient of a product to which nothing flows back."""
+    operands = [torch.rand(3, 3, dtype=torch.float64, device="npu", requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(torch.matmul, operands)
+
+
 def test_autocast_scaler_clipping_and_every_adamw() -> None:
     for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
         results = []
