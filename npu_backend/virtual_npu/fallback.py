@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from npu_backend.virtual_npu import counting, random, registry
+from npu_backend.virtual_npu.devices import check_each_device, check_one_device, current_device, device_of
 from npu_backend.virtual_npu.memory import alias, fill, to_device
 
 Kernel = Callable[..., Any]
@@ -31,8 +32,8 @@ _KEPT = frozenset(
     npu::unsafe_empty_with_format
     """.split()
 )
-# Operators that take a CPU tensor beside device tensors: the batch sizes of a packed sequence.
-_MIXED_DEVICES = frozenset({"aten::lstm", "aten::gru", "aten::_pack_padded_sequence", "aten::_pad_packed_sequence"})
+# Packed sequences: the second argument, sizes or lengths, is on the host, and so is the second result of the first two.
+_PACKED = ("aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::lstm.data", "aten::gru.data")
 _libraries: list[torch.library.Library] = []
 _installed = False
 
@@ -111,13 +112,19 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
     written = [_written_argument(schema, result) for result in schema.returns]
     draws = _draws(op)
     label = _label(op)
-    checked = label.partition(".")[0] not in _MIXED_DEVICES
+    each, packed, host_result = label.startswith("aten::_foreach_"), label in _PACKED, label in _PACKED[:2]
+    host_indices = any("Optional[Tensor]]" in str(argument.type) for argument in schema.arguments)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         registry.count(label)
-        device = _device_of(args) or _device_of(kwargs.values()) or _current_device()
-        if checked:
-            _check_one_device(label, device, args, kwargs)
+        device = device_of(args) or device_of(kwargs.values()) or current_device()
+        if each:
+            check_each_device(label, (*args, *kwargs.values()))
+        else:
+            operands = (args[0], *args[2:]) if packed else args
+            check_one_device(label, device, (*operands, *kwargs.values()), host_indices=host_indices)
+        if packed and args[1].device.type != "cpu":
+            raise RuntimeError(f"'{names[1]}' argument should be a 1D CPU int64 tensor, but is on {args[1].device}")
         cpu_args = [to_cpu(value) for value in args]
         cpu_kwargs = {name: to_cpu(value) for name, value in kwargs.items()}
         outs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -139,24 +146,22 @@ def boxed(op: torch._ops.OpOverload) -> Kernel:
                 if out.shape != values.shape:
                     out.resize_(values.shape)
                 fill(out, values)
+            if each and result is not None:
+                return [to_device(value, place.device) for value, place in zip(result, next(filter(_is_list, args)))]
+            if host_result:
+                return to_device(result[0], device), result[1]
             return _results(result, written, names, args, kwargs, device)
 
     return kernel
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
 def _own_memory(out: Any) -> Any:
     """An `out=` operand, or a list of them, in memory that the CPU's kernel may resize."""
     return out.clone() if isinstance(out, torch.Tensor) else [tensor.clone() for tensor in out]
-
-
-def _check_one_device(label: str, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The device refuses operands that live elsewhere; here they would silently work. Scalars may be on the CPU."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.device != device and (value.dim() or value.device.type == "npu"):
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {device} and "
-                f"{value.device}! ({label})"
-            )
 
 
 def _written_argument(schema: Any, result: Any) -> int | None:
@@ -206,23 +211,6 @@ def from_cpu(value: Any, device: torch.device, given: dict[int, torch.Tensor] | 
     if isinstance(value, (list, tuple)):
         return type(value)(from_cpu(item, device, given) for item in value)
     return value
-
-
-def _current_device() -> torch.device:
-    return torch.device("npu", torch.accelerator.current_device_index())
-
-
-def _device_of(values: Any) -> torch.device | None:
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.device.type == "npu":
-            return value.device
-        if isinstance(value, torch.device) and value.type == "npu":
-            return value if value.index is not None else _current_device()
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (torch.Tensor, type(None))):
-            found = _device_of(value)
-            if found is not None:
-                return found
-    return None
 
 
 # ---- npu:: operators ----
@@ -281,7 +269,8 @@ def _reference_kernel(reference: registry.Reference, op: torch._ops.OpOverload) 
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         registry.count(reference.counted_as)
-        device = _device_of(args) or _device_of(kwargs.values()) or _current_device()
+        device = device_of(args) or device_of(kwargs.values()) or current_device()
+        check_one_device(reference.counted_as, device, (*args, *kwargs.values()))
         cpu_args, cpu_kwargs = [to_cpu(value) for value in args], {name: to_cpu(v) for name, v in kwargs.items()}
         with torch._C._AutoDispatchBelowAutograd():
             seed = random.next_seed(device) if draws else None
@@ -307,7 +296,8 @@ def _recomputed(reference: registry.Reference, draws: bool) -> Kernel:
         @staticmethod
         def forward(ctx: Any, kwargs: dict[str, Any], *args: Any) -> Any:
             registry.count(reference.counted_as)
-            device = _device_of(args) or _current_device()
+            device = device_of(args) or current_device()
+            check_one_device(reference.counted_as, device, (*args, *kwargs.values()))
             ctx.kwargs = kwargs
             ctx.seed = random.next_seed(device) if draws else None
             ctx.tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from npu_backend.virtual_npu.devices import check_one_device
 from npu_backend.virtual_npu.memory import alias, to_device
 
 
@@ -89,6 +90,7 @@ def _in_dtype(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
     def product(*operands: Any, beta: float = 1, alpha: float = 1) -> torch.Tensor:
         *tensors, dtype = operands
+        check_one_device(f"aten::{function.__name__}.dtype", tensors[0].device, tensors)
         scales = {"beta": beta, "alpha": alpha} if len(tensors) == 3 else {}
         return to_device(function(*(alias(t).to(dtype) for t in tensors), **scales), tensors[0].device)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from npu_backend import soc, virtual_npu
 from npu_backend.virtual_npu import build
@@ -123,6 +124,21 @@ def test_a_slice_of_a_storage_need_not_be_aligned() -> None:
         assert torch.equal((read[1] + 0).cpu(), read[0])
 
 
+def test_packed_sequences_keep_their_sizes_on_the_host() -> None:
+    results = []
+    for device in ("cpu", "npu"):
+        torch.manual_seed(0)
+        x = torch.randn(5, 2, 3).to(device).requires_grad_()
+        packed = pack_padded_sequence(x, torch.tensor([3, 5]), enforce_sorted=False)
+        padded, lengths = pad_packed_sequence(torch.nn.LSTM(3, 4).to(device)(packed)[0])
+        padded.sum().backward()
+        assert (packed.batch_sizes.device.type, lengths.device.type) == ("cpu", "cpu")
+        results.append((padded.cpu(), lengths, x.grad.cpu()))
+    torch.testing.assert_close(results[1], results[0])
+    with pytest.raises(RuntimeError, match="'lengths' argument should be a 1D CPU int64 tensor, but is on npu:0"):
+        pack_padded_sequence(torch.ones(5, 2, 3, device="npu"), torch.tensor([5, 3], device="npu"))
+
+
 def test_out_arguments_are_resized_and_filled() -> None:
     x = torch.arange(6.0, device="npu")
     out = torch.empty(0, device="npu")
@@ -144,6 +160,27 @@ def test_operands_on_two_devices_are_refused_as_on_the_device(where: str) -> Non
         a + b
     assert (a + torch.tensor(2.0)).tolist() == [3, 3, 3]  # a CPU scalar is allowed
     assert torch.arange(3, device="npu")[torch.tensor([2, 0])].tolist() == [2, 0]  # and so are CPU indices
+    calls = {
+        "aten::cat": lambda: torch.cat((a, b)),
+        "aten::stack": lambda: torch.stack((a, b)),
+        "aten::_foreach_add.List": lambda: torch._foreach_add([a], [b]),
+        "npu::npu_rms_norm": lambda: torch.ops.npu.npu_rms_norm(a, b),
+        "npu::npu_grouped_matmul": lambda: torch.ops.npu.npu_grouped_matmul([a[None]], [b[:, None]], split_item=0),
+    }
+    if b.device.type == "npu":
+        calls["aten::index.Tensor"] = lambda: a[b.long()]
+    for label, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"found at least two devices, npu:0 and {where}! .{label}"):
+            call()
+
+
+def test_lists_of_tensors_are_worked_through_where_each_lies() -> None:
+    everywhere = [torch.full((2,), 3.0, device=device) for device in ("cpu", "npu:0", "npu:1")]
+    for results in (torch._foreach_add(everywhere, 1), torch._foreach_norm(everywhere)):
+        assert [result.device for result in results] == [tensor.device for tensor in everywhere]
+        assert len({tuple(result.flatten().tolist()) for result in results}) == 1
+    torch._foreach_copy_(everywhere, [torch.zeros(2), torch.ones(2), torch.ones(2, device="npu:0")])  # copies may cross
+    assert [tensor.tolist() for tensor in everywhere] == [[0, 0], [1, 1], [1, 1]]
 
 
 def test_events_have_real_times_in_order() -> None:
