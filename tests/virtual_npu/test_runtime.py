@@ -196,6 +196,15 @@ def test_events_have_real_times_in_order() -> None:
     assert last.elapsed_time(first) < 0
 
 
+def test_an_event_without_timing_has_no_time() -> None:
+    first, last = torch.npu.Event(), torch.npu.Event()
+    first.record()
+    last.record()
+    with pytest.raises(RuntimeError, match=r"made without enable_timing=True") as raised:
+        first.elapsed_time(last)
+    assert "107006" in str(raised.value)  # ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID
+
+
 def test_streams_order_work_and_hand_tensors_over() -> None:
     stream = torch.npu.Stream(device="npu:1")
     assert stream != torch.npu.current_stream(1)

@@ -41,6 +41,7 @@ enum {
     VNPU_NOT_SUPPORTED = 200001,
     VNPU_INVALID_DEVICE = 107001,
     VNPU_NO_CONTEXT = 107002, /* no device was set in this thread: torch_npu then sets one */
+    VNPU_NO_TIMESTAMP = 107006,
     VNPU_OUT_OF_MEMORY = 207001,
 };
 

@@ -15,10 +15,11 @@ typedef struct {
 
 typedef struct {
     uint32_t kind;
-    bool recorded;
+    bool timed, recorded;
     uint64_t time; /* nanoseconds of the monotonic clock when the event was recorded */
 } Event;
 
+enum { TIME_LINE = 8 }; /* ACL_EVENT_TIME_LINE: only such an event keeps its time */
 enum { STREAM = 0x5354524d, EVENT = 0x4556454e, DESTROYED = 0 };
 
 static atomic_int next_stream_id = 1;
@@ -82,7 +83,7 @@ aclError aclrtGetStreamOverflowSwitch(aclrtStream handle, uint32_t *flag) {
 aclError aclrtCreateEventExWithFlag(aclrtEvent *handle, uint32_t flags) {
     Event *event = malloc(sizeof *event);
     if (!event) return VNPU_OUT_OF_MEMORY;
-    *event = (Event){EVENT, false, 0};
+    *event = (Event){EVENT, flags & TIME_LINE, false, 0};
     *handle = event;
     return VNPU_OK;
 }
@@ -129,12 +130,17 @@ aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus *stat
 
 static aclError check_recorded(aclrtEvent handle) {
     aclError error = check_event(handle);
-    if (error || ((Event *)handle)->recorded) return error;
-    return vnpu_error(VNPU_INVALID_PARAM, "the event was not recorded, so it has no time");
+    if (error) return error;
+    if (!((Event *)handle)->timed) return vnpu_error(VNPU_NO_TIMESTAMP, "the event was made without enable_timing=True, "
+                                                     "so it has no time");
+    if (!((Event *)handle)->recorded) return vnpu_error(VNPU_NO_TIMESTAMP, "the event was not recorded, so it has no time");
+    return VNPU_OK;
 }
 
 aclError aclrtEventElapsedTime(float *milliseconds, aclrtEvent start, aclrtEvent end) {
-    if (check_recorded(start) || check_recorded(end)) return VNPU_INVALID_PARAM;
+    aclError error = check_recorded(start);
+    if (!error) error = check_recorded(end);
+    if (error) return error;
     *milliseconds = (float)((double)((int64_t)(((Event *)end)->time - ((Event *)start)->time)) * 1e-6);
     return VNPU_OK;
 }
