@@ -24,6 +24,7 @@ from npu_backend.errors import ConfigError
 
 _SOCS = "Ascend910B1,Ascend910B3,Ascend910_9392,Ascend950PR_9579"  # one of each kind
 _LENGTHS = "4096,4099"  # Liger has kernels for even and for odd numbers of tokens
+_MOST_TOKENS = 2**31 - 1  # what an operator's int32 index can count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,8 +99,8 @@ def _split(text: str) -> list[str]:
 
 
 def _length(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--seq-len: {text!r} is not a number of tokens")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_TOKENS:
+        raise ConfigError(f"--seq-len: {text!r} is not a number of tokens from 1 to {_MOST_TOKENS}")
     return int(text)
 
 
