@@ -87,6 +87,9 @@ def _implement_aten(name: str) -> None:
     op = _overload(name)
     if op is None:
         return
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+        implement(name, _without_reference(name))
+        return
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     if composite and _registered_by_hand(name):
         # torch_npu replaces the composition by C++ that goes straight to device kernels, past this fallback.

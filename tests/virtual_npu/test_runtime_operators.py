@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from npu_backend.virtual_npu.registry import OperatorError
+
 _opinfo = pytest.importorskip(
     "torch.testing._internal.common_methods_invocations",
     reason="torch's operator database needs the expecttest package",
@@ -130,6 +132,12 @@ def test_checkpointing_draws_the_same_dropout_again() -> None:
     y = torch.utils.checkpoint.checkpoint(torch.nn.functional.dropout, x, use_reentrant=False)
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
+
+
+def test_an_operator_that_torch_has_for_cuda_only_fails_by_name() -> None:
+    """SyncBatchNorm's; torch's own error speaks of arguments from the 'CPU' backend, which are none of the caller's."""
+    with pytest.raises(OperatorError, match=r"aten::batch_norm_stats has no CPU reference.*register_reference"):
+        torch.batch_norm_stats(torch.ones(4, 3, device="npu"), 1e-5)
 
 
 def test_gradients_of_a_product_are_checked_numerically() -> None:
