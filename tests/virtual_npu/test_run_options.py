@@ -44,6 +44,20 @@ def test_visible_devices_are_those_that_the_variable_names(visible: str, count: 
     assert done.stdout.split() == [str(count)], done.stderr
 
 
+def test_a_program_that_asks_for_expandable_segments_runs_without_them() -> None:
+    done = run(
+        "--virtual-npu",
+        program="""
+            import os
+            os.environ["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
+            import torch
+            print((torch.ones(3, device="npu") + 1).sum().item())
+        """,
+    )  # fmt: skip
+    assert done.stdout.split() == ["6.0"], done.stderr
+    assert "expandable_segments setting failure, now change to `False`" in done.stderr  # torch_npu's own words
+
+
 def test_memory_is_bounded_and_everything_is_counted() -> None:
     done = run(
         "--virtual-npu=2", "--memory=1GiB", "--count", "--json",

@@ -42,6 +42,7 @@ enum {
     VNPU_INVALID_DEVICE = 107001,
     VNPU_NO_CONTEXT = 107002, /* no device was set in this thread: torch_npu then sets one */
     VNPU_NO_TIMESTAMP = 107006,
+    VNPU_FEATURE_NOT_SUPPORTED = 207000,
     VNPU_OUT_OF_MEMORY = 207001,
 };
 
