@@ -36,8 +36,9 @@ class Patch:
     """One replacement. `target` is "module:attr" or "module:Class.attr"; `replacement` names a factory
     "module:factory", called as `factory(original, context)` and returning what takes the original's place (empty in a
     set with an installer). `requires` names a predicate "module:predicate", called the same way and returning the
-    reason why this original must be left alone, or None; an ImportError from it means "unavailable". `aliases` are the
-    attribute's names in other releases.
+    reason why this original must be left alone, or None; an ImportError from it means "unavailable". Its `original` is
+    None where somebody else's object stands: only what holds whatever stands there may then be a reason, all else is a
+    conflict. `aliases` are the attribute's names in other releases.
     """
 
     target: str
@@ -179,16 +180,16 @@ class Engine:
         if any(change.slot.same_place(slot) for change in plan.changes):  # two families share this place
             plan.rows.append(row("planned"))
             return
+        owner = foreign_owner(patch.target, slot, original)
         try:
-            reason = load(patch.requires)(original, plan.context) if patch.requires else None
+            reason = load(patch.requires)(None if owner else original, plan.context) if patch.requires else None
         except ImportError as error:
             plan.rows.append(row("unavailable", f"{type(error).__name__}: {error}"))
             return
         if reason:  # what is left alone may belong to anyone, who is then named
-            owner = foreign_owner(patch.target, slot, original)
             plan.rows.append(row("skipped", f"{reason}; what stands there is of {owner!r}" if owner else reason))
             return
-        check_owner(patch.target, slot, original)
+        check_owner(patch.target, owner)
         plan.rows.append(row("planned"))
         if not plan.patch_set.install:
             replacement = load(patch.replacement)(original, plan.context)

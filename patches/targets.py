@@ -175,13 +175,12 @@ def foreign_owner(target: str, slot: Slot, value: Any) -> str:
     return next((owner for owner in map(owner_of, things) if owner.partition(".")[0] != package), "")
 
 
-def check_owner(target: str, slot: Slot, value: Any) -> None:
+def check_owner(target: str, owner: str) -> None:
     """Refuse a target that is not the library's own any more.
 
     Raises:
         PatchConflictError: it names the owner.
     """
-    owner = foreign_owner(target, slot, value)
     if owner:
         raise PatchConflictError(
             f"{target} has already been replaced by {owner!r}; undo that before npu-backend patches it, or leave "

@@ -128,7 +128,11 @@ def argument_names(original: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def unlike(original: Any, *known: tuple[str, ...]) -> str | None:
-    """Why there is no replacement for this original: it is no plain function, or has none of these parameters."""
+    """Why there is no replacement for this original: it is no plain function, or has none of these parameters. None
+    stands for somebody else's object, about which nothing is said.
+    """
+    if original is None:
+        return None
     if not inspect.isfunction(original):
         return f"it is no plain function but a {type(original).__name__}"
     names = argument_names(original)

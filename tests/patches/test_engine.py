@@ -330,6 +330,14 @@ def test_what_is_left_alone_may_belong_to_anyone(library, make_module):
     )
 
 
+def test_a_predicate_sees_nothing_of_somebody_else_s_object(library, make_module, monkeypatch):
+    """A wrapper with parameters of its own is as foreign as one with the original's."""
+    make_module("someone.patches", FOREIGN).swap(library)
+    monkeypatch.setattr(sys.modules["ours"], "reason", lambda original, context: original and "unknown parameters")
+    with pytest.raises(PatchConflictError, match=r"already been replaced by 'someone\.patches'"):
+        plan(Engine(), patch(requires="ours:reason"))
+
+
 def test_an_instance_patch_reverts_and_does_not_keep_its_object(library):
     import gc
     import weakref
