@@ -25,6 +25,7 @@ from typing import Any
 
 DEFAULTS: dict[str, Any] = {
     "family": "qwen3",
+    "hidden_size": 64,  # of a qwen3
     "strategy": "fsdp",  # or fsdp2
     "tied": False,  # input embeddings and output head share a weight
     "remove_padding": False,  # sequences packed into one, for flash attention
@@ -63,7 +64,7 @@ def set_up(how: str, runs: list[dict[str, Any]]) -> None:
 
 def tiny_model(folder: Path, run: dict[str, Any]) -> str:
     """A random two-layer model with a byte tokenizer, in a folder that from_pretrained takes."""
-    path = folder / f"{run['family']}-{'tied' if run['tied'] else 'untied'}"
+    path = folder / f"{run['family']}-{run['hidden_size']}-{'tied' if run['tied'] else 'untied'}"
     if (path / "config.json").exists():
         return str(path)
     import torch
@@ -74,7 +75,7 @@ def tiny_model(folder: Path, run: dict[str, Any]) -> str:
     if run["family"] == "qwen3":
         config = Qwen3Config(
             vocab_size=128,
-            hidden_size=64,
+            hidden_size=run["hidden_size"],
             intermediate_size=96,
             num_hidden_layers=LAYERS,
             num_attention_heads=4,

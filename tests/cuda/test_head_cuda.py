@@ -7,7 +7,7 @@ from dataclasses import replace
 import gloo_ranks
 import pytest
 import torch
-from references import assert_head_matches, full_logits_head, head_case, run_head
+from references import assert_head_matches, error_bound, full_logits_head, head_case, max_error, run_head
 
 pytest.importorskip("triton")
 
@@ -150,12 +150,20 @@ def test_a_cache_that_does_not_fit_is_given_up(leave_free) -> None:
 
 def test_backward_gives_the_cache_up_rather_than_run_out_of_memory(leave_free) -> None:
     x, w, labels = big_inputs(8192, 1024, 65536)
+    with torch.no_grad():
+        scores = -(x.double() @ w.double().T).softmax(1)
+        scores[torch.arange(len(labels)), labels] += 1
+        reference = scores.T @ x.double()
+        del scores
     # The first run also makes cuBLAS's handles, which need memory that no allocator knows of.
-    expected = torch.autograd.grad(linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=0)[0].sum(), w)
+    recomputed = linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=0).log_probs.sum()
+    (expected,) = torch.autograd.grad(recomputed, w)
+    bound = error_bound(expected, reference, w.dtype, times=1.0)  # with less memory cuBLAS may round otherwise
     out = linear_log_prob(x, w, labels, impl_backend="triton", logits_cache_gib=2)
+    reference = reference.cpu()
     leave_free(64 * 2**20)
-    got = torch.autograd.grad(out.log_probs.sum(), w)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    (got,) = torch.autograd.grad(out.log_probs.sum(), w)
+    assert max_error(got.cpu(), reference) <= bound
 
 
 def test_peak_memory_without_a_cache_is_gradients_and_a_tile() -> None:

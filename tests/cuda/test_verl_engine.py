@@ -27,7 +27,7 @@ SETTINGS: list[Run] = [
 HALF: list[Run] = [{"dtype": "bf16", "impl_backend": backend} for backend in ("torch", "triton")]
 STOCK_FULL: list[Run] = [{"tied": t, "lora": r, "fused": False} for t in (False, True) for r in (0, 4)]
 STOCK_HALF: Run = {"dtype": "bf16", "fused": False}
-STOCK_TRITON: Run = {"impl_backend": "triton"}
+STOCK_TRITON: Run = {"dtype": "bf16", "impl_backend": "triton", "hidden_size": 128}
 STOCK = Batch("stock", [*STOCK_FULL, STOCK_HALF, STOCK_TRITON], seconds=600.0)
 OURS = Batch("plugin", SETTINGS + HALF, seconds=600.0)
 
