@@ -56,8 +56,11 @@ def largest_by_kind(results: Mapping[str, Tensor]) -> dict[str, float]:
     return largest
 
 
-def what_differs(got: Mapping[str, Tensor], eager: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> str:
-    """What of a whole float32 model's results is further from float64 than eager's own; "" where nothing is.
+def what_differs(
+    got: Mapping[str, Tensor], eager: Mapping[str, Tensor], exact: Mapping[str, Tensor], moved: Mapping[str, Tensor]
+) -> str:
+    """What of a whole float32 model's results is further from float64 than eager's own, and than the results of the
+    `nudged` float64 model are; "" where nothing is.
 
     The tolerance is the rule, and one more rounding of the largest exact value of the result's kind in the model: some
     gradients are zero in exact arithmetic (that of a key's bias, under softmax), and hold nothing but such roundings.
@@ -69,7 +72,7 @@ def what_differs(got: Mapping[str, Tensor], eager: Mapping[str, Tensor], exact: 
         name
         for name, value in got.items()
         if max_error(value, exact[name])
-        > error_bound(eager[name], exact[name], torch.float32)
+        > max(error_bound(peer[name], exact[name], torch.float32) for peer in (eager, moved))
         + torch.finfo(torch.float32).eps * largest[name.split()[0]]
     ]
     return f"further from float64 than eager is: {_first_of(worse)}" if worse else ""

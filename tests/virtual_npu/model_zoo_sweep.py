@@ -27,7 +27,7 @@ import time_limit
 import tiny_zoo
 import torch
 import transformers
-from references import exactly, largest_by_kind, max_error, what_differs
+from references import exactly, largest_by_kind, max_error, nudged, what_differs
 from torch import Tensor, nn
 
 from npu_backend import model_configs, virtual_npu
@@ -104,7 +104,9 @@ def compare(row: Row, model: nn.Module, inputs: Results) -> None:
     if not all(value.isfinite().all() for value in eager.values()):
         row.failure = "the CPU's results are not finite"
     elif unequal or got.keys() != eager.keys():
-        row.failure = what_differs(got, eager, train(exactly(model), inputs, "cpu"))
+        exact = exactly(model)
+        moved = nudged(exact, torch.float32)
+        row.failure = what_differs(got, eager, train(exact, inputs, "cpu"), train(moved, inputs, "cpu"))
 
 
 def sweep(types: Iterable[str] = (), families: Iterable[str] = ()) -> Sweep:

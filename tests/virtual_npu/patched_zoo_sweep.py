@@ -24,7 +24,7 @@ from typing import Any
 import tiny_zoo
 import torch
 import transformers
-from references import exactly, what_differs
+from references import exactly, nudged, what_differs
 from torch import Tensor, nn
 
 import npu_backend
@@ -58,8 +58,8 @@ def trained(model: nn.Module, loss: Callable[[Any], tuple[Tensor, ...]]) -> Resu
     return {f"output {i}": term.detach().cpu() for i, term in enumerate(terms)} | grads
 
 
-def verdict(got: Results, eager: Results, exact: Results) -> str:
-    return what_differs(got, eager, exact) or "equal"
+def verdict(got: Results, unpatched: list[Results]) -> str:
+    return what_differs(got, *unpatched) or "equal"
 
 
 def full_logits(ids: Tensor) -> Callable[[Any], tuple[Tensor, ...]]:
@@ -90,20 +90,20 @@ def check(model_type: str) -> Row:
     row, ids = Row(model_type), tiny_zoo.tokens(2, 11)
     plain = tiny_zoo.build(model_type)
     exact, model = exactly(plain), copy.deepcopy(plain).to("npu:0")
-    reference = trained(exact, full_logits(ids)), trained(exact, full_scores(ids))
-    eager = trained(plain, full_logits(ids)), trained(plain, full_scores(ids))
+    unpatched = (plain, exact, nudged(exact, torch.float32))
+    logits, scores = ([trained(peer, loss(ids)) for peer in unpatched] for loss in (full_logits, full_scores))
     try:
         npu_backend.apply_npu_fsdp_patches({"hf_config": plain.config})
         counters.reset()
         got = trained(model, full_logits(ids))
         row.calls = counters.calls()
         row.fallbacks = {op: sorted(reasons) for op, reasons in counters.fallbacks().items()}
-        row.patched = verdict(got, eager[0], reference[0]) if row.calls else "nothing of it is patched"
+        row.patched = verdict(got, logits) if row.calls else "nothing of it is patched"
     finally:
         npu_backend.revert_patches()
     try:
         npu_backend.patch_forward_with_backends(model, use_fused_kernels=True)
-        row.head = verdict(trained(model, fused_scores(ids)), eager[1], reference[1])
+        row.head = verdict(trained(model, fused_scores(ids)), scores)
     except NPUBackendError as error:
         row.head = f"refused: {' '.join(str(error).split())}"
     finally:
