@@ -1,7 +1,8 @@
 """The command line: `npu-backend COMMAND ...`, also `python -m npu_backend`.
 
 Each command is a module of this package with `add_arguments(parser)` and `run(args) -> int`, imported only when it is
-the one asked for; the module's docstring is its help text. Exit status: 0 fine, 1 a finding, 2 bad use.
+the one asked for; the module's docstring is its help text. Exit status: 0 fine, 1 a finding, 2 bad use, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import importlib
 import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"npu-backend {name}: the output cannot be written: {error.strerror}", file=sys.stderr)
         _drop_output()
         return 2
+    except KeyboardInterrupt:
+        print(f"npu-backend {name}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _parse_command(first: Sequence[str]) -> str:

@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=LIGER,
         help="Liger's operators as a model launches them; as-installed: without what triton-ascend 3.2.0 lacks",
     )
-    parser.add_argument(
-        "--seq-len", default=_LENGTHS, metavar="N,N,...", help=f"with --liger: tokens of a batch (default {_LENGTHS})"
-    )
+    parser.add_argument("--seq-len", metavar="N,N,...", help=f"with --liger: tokens of a batch (default {_LENGTHS})")
     parser.add_argument("--toolchain", metavar="FOLDER", type=Path, help="where the compiler is (default: found)")
     parser.add_argument(
         "--compiler", metavar="RELEASE", help=f"of ascendnpu-ir: {', '.join(toolchain.COMPILERS)}, or host (CANN's)"
@@ -65,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    lengths = [_length(text) for text in _split(args.seq_len)]
+    if args.seq_len and not args.liger:
+        raise ConfigError("--seq-len goes with --liger: the head's kernels are the same for any number of tokens")
+    lengths = [_length(text) for text in _split(args.seq_len or _LENGTHS)]
     models = _models(args)
     if args.install:
         toolchain.install(args.compiler, folder=args.toolchain)

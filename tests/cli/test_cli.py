@@ -260,6 +260,17 @@ def test_a_command_that_needs_torch_says_so_and_plan_does_not_need_it() -> None:
     assert all("torch is not installed" in row["reason"] for row in json.loads(planned.stdout)["rows"])
 
 
+def test_an_interrupted_command_says_so_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("npu_backend.cli.plan.run", interrupted)
+    assert cli.main(["plan"]) == 130
+    assert capsys.readouterr().err == "npu-backend plan: interrupted\n"
+
+
 # -- output that cannot be written ------------------------------------------------------------------------------------
 
 

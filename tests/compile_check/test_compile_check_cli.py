@@ -119,6 +119,7 @@ def test_sizes_that_a_configuration_leaves_out_are_transformers_defaults(run, tm
         (["--dtype", "int8"], "--dtype 'int8'"),
         (["--model-type", "gpt5"], "no such model is in the table"),
         (["--liger", "--seq-len", "0"], "--seq-len: '0'"),
+        (["--seq-len", "2048"], "--seq-len goes with --liger"),
         (["--liger", "--seq-len", "1,99999999999999999999"], "--seq-len: '99999999999999999999' is not a number"),
         (["--liger", "--model-type", "glm4"], "has nothing for the model type 'glm4'"),
         (["--config", "/nowhere/config.json"], "cannot be read"),
