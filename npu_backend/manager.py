@@ -172,7 +172,19 @@ def _report(choice: _Choice, rows: list[Row], status: str) -> PatchReport:
         patch_set=choice.patch_set.name,
         device=str(choice.context.device),
         status=status,
+        notes=_remote_code(choice.context.hf_config),
         versions=device.versions(),
+    )
+
+
+def _remote_code(hf_config: Any) -> tuple[str, ...]:
+    """What is to be said of a configuration that transformers loaded from a checkpoint's own code."""
+    kind = type(hf_config)
+    if not kind.__module__.startswith("transformers_modules."):
+        return ()
+    return (
+        f"{kind.__name__} is code of the checkpoint (trust_remote_code): a model of that code has classes of its own, "
+        "which these patches of transformers' classes do not reach",
     )
 
 
@@ -193,6 +205,8 @@ def _say(choice: _Choice, report: PatchReport) -> None:
     """One line on rank 0; a warning when patches were expected and none is in force."""
     for row in report.rows:
         log.logger.debug("%s %s %s %s", row.state, row.op, row.target, row.reason)
+    for note in report.notes if report.applied else ():
+        log.warn_rank0(f"npu-backend: {note}")
     if report.applied or (choice.barred and not _npu_is_lost(choice)):
         log.info_rank0(f"npu-backend: {report.summary()}" + (f" ({choice.barred})" if choice.barred else ""))
         return

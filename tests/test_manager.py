@@ -241,6 +241,19 @@ def test_a_plan_that_is_turned_off_asks_no_other_set(world, monkeypatch):
     assert npu_backend.plan_patches({"hf_config": {"model_type": "nosuch"}}).rows == ()
 
 
+def test_code_of_the_checkpoint_is_not_reached_and_the_report_says_so(world, caplog):
+    remote = type("OwnConfig", (), {"__module__": "transformers_modules.own.configuration", "model_type": "qwen3"})()
+    with caplog.at_level(logging.WARNING, "npu_backend"):
+        report = npu_backend.apply_npu_fsdp_patches({"hf_config": remote})
+    assert report.applied
+    (note,) = report.notes
+    assert note.startswith("OwnConfig is code of the checkpoint")
+    assert note in caplog.text
+    assert note in str(report)
+    npu_backend.revert_patches()
+    assert npu_backend.plan_patches(QWEN3).notes == ()
+
+
 @pytest.mark.case("A40")
 def test_status_is_json_with_a_reason_for_whatever_is_not_applied(world, monkeypatch):
     monkeypatch.setenv("NPU_BACKEND_SKIP", "qwen3.rotary")
