@@ -54,7 +54,7 @@ def test_a_program_that_asks_for_expandable_segments_runs_without_them() -> None
             print((torch.ones(3, device="npu") + 1).sum().item())
         """,
     )  # fmt: skip
-    assert done.stdout.split() == ["6.0"], done.stderr
+    assert done.stdout.splitlines()[-1] == "6.0", done.stderr  # torch_npu says what it does not do, there too
     assert "expandable_segments setting failure, now change to `False`" in done.stderr  # torch_npu's own words
 
 
