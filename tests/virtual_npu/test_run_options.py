@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,14 @@ def run(*options: str, program: str) -> subprocess.CompletedProcess[str]:
         textwrap.dedent(program),
     ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quick_start.md", "docs/zh/quick_start.md"])
+def test_the_first_program_that_a_page_shows_runs(page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    done = run("--virtual-npu", program=text.partition("```python\n")[2].partition("```")[0])
+    assert done.returncode == 0, done.stderr
+    assert "virtual NPU (arithmetic by the CPU): 3 applied" in done.stdout
 
 
 @pytest.mark.parametrize(("visible", "count"), [("1", 1), ("0,7,1", 1), ("x", 0)])
