@@ -167,7 +167,7 @@ def test_built_image_has_its_labels_and_nothing_of_the_build(buildah: Buildah, c
     labels = buildah.labels(IMAGE)
     assert labels["npu-backend.row"] == "stand-in"
     assert labels["npu-backend.torch-npu"] == "2.13.0"
-    look = "cat /etc/pip.conf; ls /checkout /wheels /root/.cache; true"
+    look = "cat /etc/pip.conf; ls /checkout /wheels ~root/.cache; true"
     left = buildah.run(container, "sh", "-c", look, user="root").stdout
     assert "find-links" not in left
     assert "pyproject.toml" not in left
